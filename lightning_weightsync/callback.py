@@ -1,0 +1,350 @@
+"""WHEN are weights pushed? The Lightning callback: hooks only; what a push is belongs to the collector or sender.
+
+    setup                      everything is validated; a group's interpreters are launched (stage "fit" only)
+    on_sanity_check_start or   a group is connected: restored weights, the version of the checkpoint, before the first
+      on_train_start             batch is pulled (whichever hook comes first)
+    optimizer step             unit "optim_steps": counted, and pushed inside the batch when due
+    on_train_batch_end         unit "batches": counted, and pushed when due; figures are logged
+    on_train_end               pushed once more if anything was counted since the last push
+    teardown, on_exception     a group that the callback launched is stopped
+
+Lightning runs a callback's ``on_train_batch_end`` before the module's own: what a module changes there travels with the
+next push.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from tensordict import TensorDictBase
+from torch import nn
+
+from lightning_weightsync.cadence import Cadence, IntervalUnit, OptimizerStepCounter, owning_optimizers
+from lightning_weightsync.collectors.group import CollectorGroup
+from lightning_weightsync.paths import PathError, resolve_first
+from lightning_weightsync.schemes.strategy import WeightStrategy
+
+log = logging.getLogger(__name__)
+
+
+class UpdateWeights(pl.Callback):
+    """Keeps collectors' weights in sync with the module that a Trainer trains.
+
+    Args:
+        collector: A ``CollectorGroup``, or any object with ``update_policy_weights_``.
+        update_weights_interval: How many batches or optimizer steps make a push due, counted since the last push.
+        policy_weights_getter: Called without arguments for the weights to push.
+        weight_update_map: Destination (on the collector) -> source path (on the module, then on the trainer). Wins over
+            ``policy_weights_getter``. Several destinations are pushed as one version.
+        trainer: Bound early; Lightning's hooks would bind it anyway.
+        sender: Any object with ``update_weights()``, in place of a collector.
+        interval_unit: ``"batches"`` counts finished training batches, accumulated ones too. ``"optim_steps"`` counts
+            real steps of the optimizers that own a mapped parameter, and pushes the weights of that very step. With a
+            getter or a sender nothing is mapped: all optimizers count.
+        blocking: Whether a push waits until every worker has applied it. ``None``: where the group is ``sync=True``.
+
+    Raises:
+        ValueError: Neither or both of ``collector`` and ``sender``; no source of weights; a bad interval or unit.
+        NotImplementedError: ``blocking=False``, which comes with asynchronous pushes.
+
+    Attributes:
+        num_pushes: Completed pushes, over resumes. A group's connecting, which delivers the current version, is not
+            one.
+
+    Example::
+
+        group = CollectorGroup(factory, 2, weight_sync_schemes={"policy": scheme}, batches_per_epoch=10)
+        trainer = Trainer(callbacks=[UpdateWeights(group, weight_update_map={"policy": "actor"})])
+        trainer.fit(module, group)
+    """
+
+    def __init__(
+        self,
+        collector: Any = None,
+        update_weights_interval: int = 1,
+        policy_weights_getter: Callable[[], Any] | None = None,
+        weight_update_map: Mapping[str, str] | None = None,
+        trainer: pl.Trainer | None = None,
+        *,
+        sender: Any = None,
+        interval_unit: IntervalUnit = "batches",
+        blocking: bool | None = None,
+    ) -> None:
+        if (collector is None) == (sender is None):
+            raise ValueError("give either a collector or a sender")
+        if sender is not None and (policy_weights_getter is not None or weight_update_map is not None):
+            raise ValueError(
+                "a sender has its own weights: give no policy_weights_getter and no weight_update_map with it"
+            )
+        for given, method in ((collector, "update_policy_weights_"), (sender, "update_weights")):
+            if given is not None and not callable(getattr(given, method, None)):
+                raise ValueError(f"{type(given).__name__} cannot be pushed to: it has no method {method}()")
+        group = collector if isinstance(collector, CollectorGroup) else None
+        if group is not None and policy_weights_getter is None and weight_update_map is None:
+            raise ValueError(
+                "a CollectorGroup needs a source: give weight_update_map, for example "
+                f"{dict.fromkeys(group.weight_sync_schemes, 'actor') or {'policy': 'actor'}}, or policy_weights_getter"
+            )
+        if blocking is False:
+            raise NotImplementedError("blocking=False is not there yet; a push waits until every worker has applied it")
+        self.collector = collector
+        self.sender = sender
+        self.policy_weights_getter = policy_weights_getter if weight_update_map is None else None
+        self.weight_update_map = (
+            None if weight_update_map is None else {str(k): str(v) for k, v in weight_update_map.items()}
+        )
+        self.trainer = trainer
+        self.interval_unit: IntervalUnit = interval_unit
+        self.blocking = blocking
+        self.num_pushes = 0
+        self._cadence = Cadence(update_weights_interval, interval_unit)
+        self._group = group
+        self._name = "update_weights"
+        self._version = 0
+        self._restored: tuple[int, int] | None = None
+        self._launched = False
+        self._sources: dict[str, Any] = {}
+        self._steps: OptimizerStepCounter | None = None
+        self._push_seconds = 0.0
+        self._staleness: tuple[float, float] | None = None
+
+    @property
+    def update_weights_interval(self) -> int:
+        """How many make a push due."""
+        return self._cadence.interval
+
+    @property
+    def version(self) -> int:
+        """Of the newest push: the group's, or the number of pushes to any other collector or sender."""
+        return self._group.version if self._group is not None else self._version
+
+    @property
+    def state_key(self) -> str:
+        """Built from the destinations, not from the cadence, which a resumed run may change."""
+        return f"{type(self).__name__}[{self._name}: {', '.join(sorted(self.weight_update_map or ()))}]"
+
+    def register(self, trainer: pl.Trainer, name: str = "update_weights") -> None:
+        """Add this callback to a trainer that exists.
+
+        Args:
+            trainer: The trainer.
+            name: Distinguishes callbacks with the same destinations in checkpoints.
+        """
+        self._name = name
+        self.trainer = trainer
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self not in callbacks:
+            callbacks.append(self)
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Validate paths, map and schemes; launch the group's interpreters."""
+        if stage != "fit":
+            return
+        self.trainer = trainer
+        self._check_map()
+        try:
+            self._resolve(trainer, pl_module)
+        except PathError:
+            # A module that builds its networks in setup() or configure_model() has them only in on_fit_start.
+            if not (is_overridden("setup", pl_module) or is_overridden("configure_model", pl_module)):
+                raise
+        if self._group is not None:
+            self._group.rank = trainer.global_rank
+            self._group.look_around = self._look_around
+            if not self._group.running:
+                self._launched = True
+                self._group.launch()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Resolve what a module has built meanwhile; first call of a collector or sender that is not a group."""
+        self._resolve(trainer, pl_module)
+        if self._group is None:
+            self._call_other()
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Connect the group, if validation runs before training."""
+        self._connect()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Connect the group, with restored weights, before the first batch is pulled; start counting steps."""
+        self._connect()
+        if self.interval_unit == "optim_steps":
+            optimizers: list[Any] = list(trainer.optimizers)
+            mapped = [s for s in self._sources.values() if isinstance(s, nn.Module)]
+            if self._sources:
+                optimizers = owning_optimizers(optimizers, (p for source in mapped for p in source.parameters()))
+            if not optimizers:
+                raise MisconfigurationException(
+                    f"interval_unit='optim_steps': no optimizer of {type(pl_module).__name__} owns a parameter of "
+                    f"{sorted((self.weight_update_map or {}).values())}; use interval_unit='batches'"
+                )
+            self._stop_counting()
+            self._steps = OptimizerStepCounter(optimizers, self._step_happened)
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure how old the batch is."""
+        if self._steps is not None:
+            self._steps.reset_depth()
+        self._push_seconds = 0.0
+        self._staleness = None
+        if self._group is not None and isinstance(batch, TensorDictBase) and "policy_version" in batch:
+            ages = self.version - batch["policy_version"]
+            self._staleness = float(ages.float().mean()), float(ages.max())
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch, push if that is due, log."""
+        self._cadence.batch_ended()
+        if self.interval_unit == "batches" and self._cadence.due:
+            self._push()
+        figures = self._figures()
+        shown = {name for name in figures if name.rpartition("/")[2] in _IN_PROGRESS_BAR}
+        pl_module.log_dict({n: v for n, v in figures.items() if n in shown}, prog_bar=True, batch_size=1)
+        pl_module.log_dict({n: v for n, v in figures.items() if n not in shown}, batch_size=1)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Last push, if anything was counted since the one before: the workers end with the final weights."""
+        self._stop_counting()
+        if self._cadence.pending:
+            self._push()
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            for logger in trainer.loggers:
+                logger.log_metrics({"weight_sync/version": float(self.version)}, step=step)
+
+    # --- end -----------------------------------------------------------------------------------------------------
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Stop the group that this callback has launched."""
+        self._stop()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The same after an exception, Ctrl-C or SIGTERM; never raises, so that other callbacks are cleaned up too."""
+        try:
+            self._stop()
+        except Exception:
+            log.exception("stopping the collectors failed")
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Run, version and counts: ints only. The group's own state is checkpointed by Lightning, as a loader's."""
+        run = self._group.run if self._group is not None else 0
+        return {"run": run, "version": self.version, "num_pushes": self.num_pushes, **self._cadence.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after a checkpoint; idempotent. Versions never go backwards."""
+        self.num_pushes = int(state_dict["num_pushes"])
+        self._cadence.load_state_dict(state_dict)
+        self._version = max(self._version, int(state_dict["version"]))
+        if self._group is not None:
+            self._group.restore_version(int(state_dict["run"]), int(state_dict["version"]))
+
+    def __repr__(self) -> str:
+        to = self._group or type(self.collector or self.sender).__name__
+        every = f"{self.update_weights_interval} {self.interval_unit}"
+        return f"{type(self).__name__}({to}, every {every}, {self.weight_update_map}, version={self.version})"
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _check_map(self) -> None:
+        if self._group is None or self.weight_update_map is None:
+            return
+        destinations, schemes = set(self.weight_update_map), set(self._group.weight_sync_schemes)
+        if destinations != schemes:
+            raise MisconfigurationException(
+                f"weight_update_map has the destinations {sorted(destinations)}, the group's weight_sync_schemes "
+                f"{sorted(schemes)}: without a scheme {sorted(destinations - schemes)}, without a source "
+                f"{sorted(schemes - destinations)}"
+            )
+
+    def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        roots = [("LightningModule", pl_module), ("Trainer", trainer)]
+        for destination, path in (self.weight_update_map or {}).items():
+            self._sources[destination] = resolve_first(roots, path)
+
+    def _weights(self) -> dict[str, Any]:
+        """What the group is given: the mapped sources, or what the getter returns for its only destination."""
+        if self._sources:
+            return dict(self._sources)
+        assert self.policy_weights_getter is not None and self._group is not None
+        weights = self.policy_weights_getter()
+        schemes = list(self._group.weight_sync_schemes)
+        return {schemes[0]: weights} if len(schemes) == 1 else dict(weights)
+
+    def _connect(self) -> None:
+        if self._group is not None and not self._group.connected:
+            self._group.connect(self._weights())
+
+    def _step_happened(self) -> None:
+        self._cadence.step_happened()
+        if self._cadence.due:
+            self._push()
+
+    def _push(self) -> None:
+        started = time.perf_counter()
+        if self._group is not None:
+            self._group.update_policy_weights_(weights_dict=self._weights())
+        else:
+            self._call_other()
+            self._version += 1
+        self._push_seconds += time.perf_counter() - started
+        self._cadence.pushed()
+        self.num_pushes += 1
+
+    def _call_other(self) -> None:
+        """Push through an object that is not ours."""
+        if self.sender is not None:
+            self.sender.update_weights()
+        elif self._sources:
+            extract = WeightStrategy().extract_weights
+            weights = {name: extract(source) for name, source in self._sources.items()}
+            self.collector.update_policy_weights_(weights_dict=weights)
+        elif self.policy_weights_getter is not None:
+            self.collector.update_policy_weights_(self.policy_weights_getter())
+        else:
+            self.collector.update_policy_weights_()
+
+    def _figures(self) -> dict[str, float]:
+        figures = {
+            "weight_sync/version": float(self.version),
+            "weight_sync/push_ms": 1e3 * self._push_seconds,
+            "weight_sync/stall_ms": 1e3 * self._push_seconds,
+        }
+        if self._staleness is not None:
+            figures["weight_sync/staleness_mean"], figures["weight_sync/staleness_max"] = self._staleness
+        if self._group is not None:
+            figures |= self._group.metrics()
+        return figures
+
+    def _look_around(self) -> None:
+        """Called while the group waits for a batch: Lightning itself looks at SIGTERM only when a batch has ended."""
+        if self.trainer is not None and self.trainer.received_sigterm:
+            raise SIGTERMException
+
+    def _stop_counting(self) -> None:
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
+
+    def _stop(self) -> None:
+        self._stop_counting()
+        if self._launched and self._group is not None:
+            self._launched = False
+            self._group.shutdown()
+
+
+_IN_PROGRESS_BAR = ("version", "staleness_mean", "frames_per_sec", "episode_return")

@@ -1,0 +1,53 @@
+"""What a collector is: the structural protocols that a worker relies on. Users implement them and import nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+from tensordict import TensorDictBase
+
+
+@runtime_checkable
+class Collector(Protocol):
+    """An iterable of batches that lives in a worker and is closed once.
+
+    Weights arrive by *destination*, a path that is resolved on the collector itself: a collector whose policy is to be
+    kept in sync as ``"policy"`` has an attribute ``policy``.
+
+    Two members are optional, and looked for once, after the collector was built:
+
+    * ``gate: Gate``: the gate that the collector holds around its policy calls
+      (:class:`~lightning_weightsync.schemes.gate.Gate`). Weights are switched under this gate, so a collector without
+      one can be switched in the middle of a policy call. A collector that has one reads ``gate.version`` inside, to
+      label its samples.
+    * ``take_episodes() -> list[tuple[float, int]]``: (return, length) of each episode finished since the last call.
+    """
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Iterate over batches, without end where the data has none. Calling it has no side effect.
+
+        A batch may live in memory that the collector reuses: it is valid until the next one is asked for, and whoever
+        keeps it copies it. Every batch has the batch size, the keys, shapes and dtypes of the first.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release environments, files and processes. May be called twice."""
+        ...
+
+
+class CollectorFactory(Protocol):
+    """Makes a worker's collector, in the worker. It has to be picklable (by ``cloudpickle``).
+
+    ``functools.partial(GymCollector, "CartPole-v1", Actor, frames_per_batch=1024)`` is one.
+    """
+
+    def __call__(self, *, worker_idx: int, seed: int) -> Collector:
+        """Build the collector of one worker.
+
+        Args:
+            worker_idx: 0-based index of the worker.
+            seed: Seed of this worker's environments. No two workers, ranks or restarts of a run get the same one.
+        """
+        ...

@@ -1,0 +1,451 @@
+"""What does the trainer hold? A group: N workers, one version, batches when they are asked for.
+
+The group is a loader (iterable, sized, with state) and the target of pushes. It works without Lightning; with it, the
+callback launches it in ``setup``, connects it when the weights are restored, and stops it on every way a run can end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from lightning_weightsync.collectors.base import CollectorFactory
+from lightning_weightsync.collectors.inline import InlinePool
+from lightning_weightsync.collectors.pool import Rollout, WorkerPool, WorkerState
+from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme
+from lightning_weightsync.schemes.staging import Weights
+from lightning_weightsync.transports.hub import LinkHub
+
+EPISODE_WINDOW = 100
+
+
+class GroupState(Enum):
+    """``NEW -launch-> LAUNCHED -connect-> RUNNING -shutdown-> STOPPED -launch-> ...``."""
+
+    NEW = "new"
+    LAUNCHED = "launched"
+    RUNNING = "running"
+    STOPPED = "stopped"
+
+
+class CollectorGroup:
+    """Worker processes that collect batches with the trainer's newest weights.
+
+    Args:
+        collector: A picklable factory, called in each worker as ``factory(worker_idx=..., seed=...)``; returns a
+            ``Collector``.
+        num_workers: How many processes, for each trainer rank; 0 runs one collector in this process.
+        weight_sync_schemes: Destination -> scheme. Destinations are paths that are resolved on the collector.
+        sync: ``True``: a batch is collected when it is asked for, with the weights that were pushed before.
+            (``False``, batches as they are ready, is not there yet.)
+        max_staleness: For ``sync=False``; not there yet.
+        batches_per_epoch: Length as a loader. Required under Lightning, which prefetches from a loader without a
+            length.
+        max_restarts: Not there yet: a worker's death ends the run.
+        seed: Base of every worker's seed; ``None`` takes ``torch.initial_seed()``.
+        threads_per_worker: Cap on each worker's compute threads.
+        launcher: ``"local"``: child processes of this one.
+
+    Raises:
+        ValueError: A number that makes no sense.
+        NotImplementedError: A mode that is not there yet.
+
+    Example::
+
+        factory = partial(GymCollector, "CartPole-v1", make_policy, num_envs=8, frames_per_batch=1024)
+        with CollectorGroup(factory, 2, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}) as group:
+            group.update_policy_weights_(net)      # connects: version 0
+            for batch in group:
+                train(net, batch)                  # [16, 128]: the workers' batches, in worker order
+                group.update_policy_weights_(net)  # version + 1, applied in every worker
+    """
+
+    def __init__(
+        self,
+        collector: CollectorFactory,
+        num_workers: int,
+        *,
+        weight_sync_schemes: Mapping[str, WeightSyncScheme] | None = None,
+        sync: bool = True,
+        max_staleness: int | None = None,
+        batches_per_epoch: int | None = None,
+        max_restarts: int = 0,
+        seed: int | None = None,
+        threads_per_worker: int = 1,
+        launcher: str = "local",
+    ) -> None:
+        if not callable(collector):
+            raise TypeError(
+                f"collector must be a factory, called in each worker; {type(collector).__name__} is not callable"
+            )
+        for name, value, least in (
+            ("num_workers", num_workers, 0),
+            ("batches_per_epoch", batches_per_epoch, 1),
+            ("threads_per_worker", threads_per_worker, 1),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: at least {least}")
+        for name, given, there in (
+            ("sync", sync, True),
+            ("max_staleness", max_staleness, None),
+            ("max_restarts", max_restarts, 0),
+            ("launcher", launcher, "local"),
+        ):
+            if given != there:
+                raise NotImplementedError(f"{name}={given!r} is not there yet; use {name}={there!r}")
+        self.collector = collector
+        self.num_workers = num_workers
+        self.weight_sync_schemes: dict[str, WeightSyncScheme] = dict(weight_sync_schemes or {})
+        self.sync = sync
+        self.batches_per_epoch = batches_per_epoch
+        self.seed = seed
+        self.threads_per_worker = threads_per_worker
+        self.rank = 0
+        self.look_around: Callable[[], None] = _nothing
+        self.frames = 0
+        self._run = 1
+        self._version = 0
+        self._incarnation = 0
+        self._starts = 0
+        self._base_seed: int | None = None
+        self._episodes: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
+        self._sources: dict[str, Weights | PerWorker] = {}
+        self._pool: WorkerPool | InlinePool | None = None
+        self._state = GroupState.NEW
+        self._measured_at: tuple[float, int] | None = None
+
+    # --- life cycle ----------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Phase one: start the interpreters, which import while the caller goes on. Does not block.
+
+        Raises:
+            RuntimeError: The group is running already.
+        """
+        if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
+            raise RuntimeError(f"the group is {self._state.value} already: shut it down before it is started again")
+        if self._starts:
+            self._run += 1
+            self._incarnation += 1
+        self._starts += 1
+        if self.num_workers:
+            self._pool = WorkerPool(self.num_workers, self.weight_sync_schemes, self.threads_per_worker)
+        else:
+            self._pool = InlinePool(self.weight_sync_schemes)
+        self._state = GroupState.LAUNCHED
+        atexit.register(self.shutdown)
+
+    def connect(self, weights_dict: Mapping[str, Weights | PerWorker] | None = None) -> None:
+        """Phase two: build the collectors and deliver the current version. Blocks until every worker has applied it.
+
+        Args:
+            weights_dict: Weights for each destination; modules are remembered as the sources of later pushes.
+
+        Raises:
+            ValueError: The destinations are not those of ``weight_sync_schemes``; both lists are shown.
+            WorkerError: A factory raised in a worker; carries its traceback.
+            WorkerDied: A worker's process ended.
+            LayoutMismatchError: The models of trainer and workers differ.
+            WeightSyncTimeout: Not everybody was ready in time; names who.
+        """
+        if self._state is not GroupState.LAUNCHED:
+            raise RuntimeError(f"the group is {self._state.value}: launch it before it is connected")
+        weights = dict(weights_dict or {})
+        if weights.keys() != self.weight_sync_schemes.keys():
+            raise ValueError(
+                f"weights are given for {sorted(weights)}, and the group has schemes for "
+                f"{sorted(self.weight_sync_schemes)}: connecting needs both to be the same"
+            )
+        pool = self._running_pool()
+        counter = pool.hub if isinstance(pool, WorkerPool) else pool
+        counter.run, counter.version = self._run, self._version
+        if self._base_seed is None:
+            self._base_seed = torch.initial_seed() if self.seed is None else self.seed
+        try:
+            pool.connect(self.collector, self._seeds(self._base_seed), weights)
+        except BaseException:
+            self.shutdown()
+            raise
+        self._sources = weights
+        self._state = GroupState.RUNNING
+        self._measured_at = (time.monotonic(), self.frames)
+
+    def start(self, weights_dict: Mapping[str, Weights | PerWorker] | None = None) -> None:
+        """Both phases; without weights only the first, and the first ``update_policy_weights_`` connects."""
+        self.launch()
+        if weights_dict is not None or not self.weight_sync_schemes:
+            self.connect(weights_dict)
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Stop all workers within ``timeout`` seconds overall: they are asked, then killed. Idempotent, any time.
+
+        Args:
+            timeout: Seconds, for all workers together.
+        """
+        atexit.unregister(self.shutdown)
+        if self._state in (GroupState.LAUNCHED, GroupState.RUNNING) and self._pool is not None:
+            self._run, self._version = self.run, self.version
+            self._pool.shutdown(timeout)
+            self._state = GroupState.STOPPED
+
+    def __enter__(self) -> CollectorGroup:
+        if self._state in (GroupState.NEW, GroupState.STOPPED):
+            self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Weights | PerWorker | None = None,
+        *,
+        weights: Weights | PerWorker | None = None,
+        policy: Weights | None = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Weights | PerWorker] | None = None,
+        worker_ids: int | Sequence[int] | None = None,
+    ) -> None:
+        """Push one version; returns when every targeted worker has applied it. The first call connects, as version 0.
+
+        Args:
+            policy_or_weights: A module, TensorDict or dict of tensors; a dict with int keys gives each worker its
+                own. Without any weights, what was given to ``connect`` is read again.
+            weights: The same, by name.
+            policy: The same, by name.
+            model_id: The destination; needed only where the group has several.
+            weights_dict: Several destinations as one version, applied together or not at all in each worker.
+            worker_ids: ``None`` for all, one index, or several.
+
+        Raises:
+            WeightSyncError: ``.failed`` maps each worker that did not apply it to the cause; the others did.
+            LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
+            ValueError: An unknown destination or worker.
+            RuntimeError: The group is not started.
+        """
+        given = next((w for w in (policy_or_weights, weights, policy) if w is not None), None)
+        pushed = self._destinations(given, model_id, weights_dict)
+        if self._state is GroupState.LAUNCHED:
+            self.connect(pushed)
+            return
+        pool = self._running_pool()
+        if isinstance(pool, WorkerPool):
+            ids: Sequence[int] = pool.hub.check_ids(worker_ids)
+        else:
+            ids = []
+        pool.push(pushed, ids, timeout=max(self.weight_sync_schemes[name].timeout for name in pushed))
+
+    def digest(self, model_id: str = "policy") -> dict[int, str]:
+        """SHA-256 over each worker's live leaves, in layout order: ``worker_idx`` -> hexadecimal digits."""
+        self._known(model_id)
+        return self._running_pool().digest(model_id)
+
+    @property
+    def hub(self) -> LinkHub | None:
+        """The links to the workers; ``None`` without worker processes."""
+        return self._pool.hub if isinstance(self._pool, WorkerPool) else None
+
+    @property
+    def run(self) -> int:
+        """Grows with each start, and over resumes."""
+        return self._counter("run", self._run)
+
+    @property
+    def version(self) -> int:
+        """Of the newest push."""
+        return self._counter("version", self._version)
+
+    # --- batches -------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Batches per epoch.
+
+        Raises:
+            TypeError: ``batches_per_epoch`` was not given.
+        """
+        if self.batches_per_epoch is None:
+            raise TypeError("this group has no length: give batches_per_epoch")
+        return self.batches_per_epoch
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        """Batches of all workers, concatenated along dimension 0, in worker order; endless without a length.
+
+        Making an iterator has no side effect; each batch is collected when it is asked for.
+
+        Raises:
+            RuntimeError: The group is not connected.
+            WorkerError: Code in a worker raised; carries its traceback.
+            WorkerDied: A worker's process ended.
+        """
+        made = 0
+        while self.batches_per_epoch is None or made < self.batches_per_epoch:
+            yield self._next_batch()
+            made += 1
+
+    def _next_batch(self) -> TensorDict:
+        if self._state is not GroupState.RUNNING:
+            raise RuntimeError(
+                f"the group is {self._state.value}, not connected: under Lightning, add UpdateWeights(group, ...) to "
+                "the trainer's callbacks and give the group batches_per_epoch; elsewhere, call start() and "
+                "update_policy_weights_() first"
+            )
+        rollouts = self._running_pool().collect(self.look_around)
+        for rollout in rollouts:
+            self.frames += rollout.frames
+            self._episodes += rollout.episodes
+        return _concatenated(rollouts)
+
+    # --- figures and state ---------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[int, dict[str, Any]]:
+        """For each worker: pid, state, cause, run, version, generation, restarts, frames."""
+        return self._pool.stats() if self._pool is not None else {}
+
+    def metrics(self) -> dict[str, float]:
+        """Figures for a logger.
+
+        ``collect/frames_per_sec`` is over the time since the last call; ``collect/episode_return`` and
+        ``episode_length`` are means of the last 100 finished episodes, and absent before the first.
+        """
+        now = time.monotonic()
+        since, frames = self._measured_at or (now, self.frames)
+        self._measured_at = (now, self.frames)
+        failed = {WorkerState.FAILED.value, WorkerState.STOPPED.value}
+        states = self._pool.stats().values() if self._pool is not None else ()
+        metrics = {
+            "collect/frames_per_sec": (self.frames - frames) / max(now - since, 1e-9),
+            "weight_sync/bytes": float(self._counter("bytes_pushed", 0)),
+            "weight_sync/workers_alive": float(sum(stat["state"] not in failed for stat in states)),
+            "weight_sync/worker_restarts": float(sum(stat["restarts"] for stat in states)),
+        }
+        if self._episodes:
+            returns, lengths = zip(*self._episodes, strict=True)
+            metrics["collect/episode_return"] = float(np.mean(returns))
+            metrics["collect/episode_length"] = float(np.mean(lengths))
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: run, version, frames, seed stream, and the last episodes (for the mean return)."""
+        return {
+            "run": self.run,
+            "version": self.version,
+            "frames": self.frames,
+            "seed": self._base_seed,
+            "incarnation": self._incarnation,
+            "episodes": [list(episode) for episode in self._episodes],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a saved run was: a newer run of the same version, new episodes. Idempotent.
+
+        Raises:
+            RuntimeError: The group is connected: its workers have their seeds.
+        """
+        if self._state is GroupState.RUNNING:
+            raise RuntimeError("a group's state is loaded before it is connected")
+        self.restore_version(int(state["run"]), int(state["version"]))
+        self.frames = int(state["frames"])
+        self._base_seed = None if state["seed"] is None else int(state["seed"])
+        self._incarnation = int(state["incarnation"]) + 1
+        self._episodes = deque(((float(r), int(n)) for r, n in state["episodes"]), maxlen=EPISODE_WINDOW)
+
+    def restore_version(self, run: int, version: int) -> None:
+        """Go on after (run, version): in a newer run, never backwards. Idempotent; before ``connect``."""
+        if (run + 1, version) > (self._run, self._version):
+            self._run, self._version = run + 1, version
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
+            raise TypeError("a group cannot be pickled while its workers run: it owns processes")
+        return self.__dict__ | {"_pool": None, "look_around": _nothing, "_sources": {}}
+
+    def __repr__(self) -> str:
+        schemes = ", ".join(f"{name!r}: {type(s).__name__}" for name, s in self.weight_sync_schemes.items())
+        return (
+            f"{type(self).__name__}(num_workers={self.num_workers}, {{{schemes}}}, {self._state.value}, "
+            f"version={self.version})"
+        )
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether the group has been launched and not stopped since."""
+        return self._state in (GroupState.LAUNCHED, GroupState.RUNNING)
+
+    @property
+    def connected(self) -> bool:
+        """Whether batches can be asked for."""
+        return self._state is GroupState.RUNNING
+
+    def _destinations(
+        self,
+        weights: Weights | PerWorker | None,
+        model_id: str | None,
+        weights_dict: Mapping[str, Weights | PerWorker] | None,
+    ) -> dict[str, Weights | PerWorker]:
+        if weights_dict is not None:
+            if weights is not None or model_id is not None:
+                raise ValueError("give either weights_dict, or weights with at most a model_id")
+            for name in weights_dict:
+                self._known(name)
+            return dict(weights_dict)
+        if weights is None and model_id is None and self._sources:
+            return dict(self._sources)
+        if model_id is None:
+            if len(self.weight_sync_schemes) != 1:
+                raise ValueError(f"give model_id or weights_dict: the group has {sorted(self.weight_sync_schemes)}")
+            model_id = next(iter(self.weight_sync_schemes))
+        self._known(model_id)
+        if weights is None:
+            if model_id not in self._sources:
+                raise ValueError(f"no weights are given for {model_id!r}, and none were before")
+            weights = self._sources[model_id]
+        return {model_id: weights}
+
+    def _known(self, model_id: str) -> None:
+        if model_id not in self.weight_sync_schemes:
+            raise ValueError(f"there is no scheme for {model_id!r}; the group has {sorted(self.weight_sync_schemes)}")
+
+    def _running_pool(self) -> WorkerPool | InlinePool:
+        if self._pool is None or not self.running:
+            raise RuntimeError(f"the group is {self._state.value}: call start() first")
+        return self._pool
+
+    def _counter(self, name: str, before: int) -> int:
+        if self._state is not GroupState.RUNNING:
+            return before
+        owner = self.hub if self.hub is not None else self._pool
+        return int(getattr(owner, name))
+
+    def _seeds(self, base: int) -> list[int]:
+        """One seed per worker, from (seed, rank, worker_idx, incarnation)."""
+        return [
+            int(
+                np.random.SeedSequence([base, self.rank, index, self._incarnation]).generate_state(1, np.uint64)[0] >> 1
+            )
+            for index in range(max(1, self.num_workers))
+        ]
+
+
+def _concatenated(rollouts: Sequence[Rollout]) -> TensorDict:
+    """The workers' batches in memory of the trainer's own; the slots are free again."""
+    batches = [rollout.batch for rollout in rollouts]
+    if len(batches) == 1:
+        return batches[0].clone()
+    batch: TensorDict = torch.cat(batches, dim=0)
+    return batch
+
+
+def _nothing() -> None:
+    """Nobody wants to be called while the group waits."""

@@ -1,0 +1,307 @@
+"""GymCollector: a policy that acts in gymnasium environments, and the batches that come of it.
+
+The only module that imports gymnasium. Every row of a batch is a real transition: reset steps never appear (vector
+environments of gymnasium make one by default), and ``next`` is never taken from the episode that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from lightning_weightsync.schemes.gate import Gate
+
+try:
+    import gymnasium
+    from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+    from gymnasium.vector import AutoresetMode, SyncVectorEnv
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("GymCollector needs gymnasium: pip install 'lightning_weightsync[gym]'") from error
+
+_Env: TypeAlias = "gymnasium.Env[Any, Any]"
+_RESERVED = ("next", "policy_version", "worker_idx")
+
+
+class GymCollector:
+    """Runs a policy in ``num_envs`` copies of an environment and yields batches of ``frames_per_batch`` transitions.
+
+    A batch is a ``TensorDict`` of batch size ``[num_envs, T]`` with ``T = frames_per_batch / num_envs``; row ``e`` is
+    the unbroken experience of environment ``e``, and goes on in the next batch. Its columns:
+
+    * ``observation`` and ``("next", "observation")``: ``[num_envs, T, *shape]``, in the dtype of the environment's
+      space. At the end of an episode the latter is the final observation, not the first one of the next episode.
+    * ``action`` and whatever else the policy writes (``sample_log_prob``, ...), as the policy writes it.
+    * ``("next", "reward")`` (float32) and ``("next", "terminated" | "truncated" | "done")`` (bool; ``done`` is either
+      of the two): ``[num_envs, T, 1]``.
+    * ``policy_version`` (int64): the version of the weights that chose the action; ``worker_idx`` (int64).
+
+    A batch lives in memory that is reused: it is valid until the next one is asked for. Copy what you keep.
+
+    Each policy call holds the gate; nothing else that could wait does. Who switches weights waits for at most one batch
+    with ``update_at="batch"``, for at most one policy call with ``"step"``.
+
+    Args:
+        env: A gymnasium id, or a factory of an environment (called ``num_envs`` times, without arguments). Observation
+            spaces are arrays of one shape (``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary``).
+        policy: A factory, called once without arguments, of the module that maps a ``TensorDict`` of batch size
+            ``[num_envs]`` with ``observation`` to one with ``action`` (the same one or another). It is put into eval
+            mode and called under ``torch.inference_mode()``; its sampling draws on torch's global generator, which is
+            seeded by whoever owns the process.
+        num_envs: How many environments, stepped in turn in this process.
+        frames_per_batch: Transitions per batch, over all environments; a multiple of ``num_envs``.
+        worker_idx: 0-based index of the worker, a column of each batch.
+        seed: Each environment gets a seed of its own, derived from this one and ``worker_idx``.
+        update_at: ``"batch"``: one version per batch (the gate is held from its first action to its last environment
+            step). ``"step"``: weights may change between any two policy calls.
+
+    Attributes:
+        policy: The policy, where the destination ``"policy"`` leads.
+        gate: The gate under which the policy is called.
+
+    Raises:
+        TypeError: ``env`` or ``policy`` is neither of what is allowed (an instance in place of a factory, say), or the
+            observation space is not an array's.
+        ValueError: ``frames_per_batch`` is not a positive multiple of ``num_envs``, ``update_at`` is unknown, or
+            ``env`` returns the same object twice. From the first batch on: the policy writes no ``action``, or a name
+            that belongs to the collector.
+
+    Example::
+
+        collector = GymCollector("CartPole-v1", Actor, num_envs=8, frames_per_batch=1024, worker_idx=0, seed=1)
+        batch = next(iter(collector))
+        batch["next", "reward"].shape  # [8, 128, 1]
+    """
+
+    def __init__(
+        self,
+        env: str | Callable[[], _Env],
+        policy: Callable[[], nn.Module],
+        *,
+        num_envs: int = 1,
+        frames_per_batch: int,
+        worker_idx: int,
+        seed: int,
+        update_at: Literal["batch", "step"] = "batch",
+    ) -> None:
+        if num_envs < 1 or frames_per_batch < 1 or frames_per_batch % num_envs:
+            raise ValueError(
+                f"frames_per_batch={frames_per_batch} must be a positive multiple of num_envs={num_envs}: "
+                "every environment contributes the same number of frames to a batch"
+            )
+        if update_at not in ("batch", "step"):
+            raise ValueError(f"update_at={update_at!r} is unknown: use 'batch' or 'step'")
+        self.num_envs = num_envs
+        self.frames_per_batch = frames_per_batch
+        self.worker_idx = worker_idx
+        self.update_at = update_at
+        self.gate = Gate()
+        self.policy = _build_policy(policy)
+        self._envs = _build_envs(env, num_envs)
+        seeds = np.random.SeedSequence(seed, spawn_key=(worker_idx,)).generate_state(num_envs)
+        self._observation: npt.NDArray[Any] = self._envs.reset(seed=[int(s) for s in seeds])[0]
+        self._returns = np.zeros(num_envs)
+        self._lengths = np.zeros(num_envs, dtype=np.int64)
+        self._episodes: list[tuple[float, int]] = []
+        self._closed = False
+
+        steps = frames_per_batch // num_envs
+        self._batch = _allocate(self._observation, steps, worker_idx)
+        following = self._batch["next"]
+        # Writing through numpy costs an eighth of the same writes through TensorDict indexing.
+        self._columns = _EnvColumns(
+            observation=self._batch["observation"].numpy(),
+            version=self._batch["policy_version"].numpy(),
+            next_observation=following["observation"].numpy(),
+            reward=following["reward"].numpy()[..., 0],
+            terminated=following["terminated"].numpy()[..., 0],
+            truncated=following["truncated"].numpy()[..., 0],
+            done=following["done"].numpy()[..., 0],
+        )
+        self._written: list[tuple[NestedKey, tuple[Tensor, ...]]] = []
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches without end; episodes go on where the last batch, of whichever iterator, left them.
+
+        Raises:
+            RuntimeError: The collector is closed.
+        """
+        while True:
+            yield self._collect()
+
+    def take_episodes(self) -> list[tuple[float, int]]:
+        """Return (return, length) of each episode that finished since the last call, in the order of their ends."""
+        taken, self._episodes = self._episodes, []
+        return taken
+
+    def close(self) -> None:
+        """Close the environments. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._envs.close()
+
+    def _collect(self) -> TensorDict:
+        if self._closed:
+            raise RuntimeError("this GymCollector is closed: build a new one")
+        per_batch, per_call = self._gates()
+        envs, columns, gate = self._envs, self._columns, self.gate
+        observation, returns, lengths = self._observation, self._returns, self._lengths
+        with per_batch:
+            for t in range(columns.reward.shape[1]):
+                columns.observation[:, t] = observation
+                with per_call:
+                    columns.version[:, t] = gate.version
+                    action = self._act(observation, t)
+                observation, reward, terminated, truncated, info = envs.step(action)
+                columns.next_observation[:, t] = observation
+                columns.reward[:, t] = reward
+                columns.terminated[:, t] = terminated
+                columns.truncated[:, t] = truncated
+                returns += reward
+                lengths += 1
+                if "final_obs" in info:
+                    for e in np.flatnonzero(terminated | truncated):
+                        columns.next_observation[e, t] = info["final_obs"][e]
+                        self._episodes.append((float(returns[e]), int(lengths[e])))
+                        returns[e] = lengths[e] = 0
+                self._observation = observation
+        np.logical_or(columns.terminated, columns.truncated, out=columns.done)
+        return self._batch.copy()  # the tensors are shared; keys that the consumer adds stay its own
+
+    def _gates(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What is held for a whole batch, and what around each policy call."""
+        if self.update_at == "batch":
+            return self.gate, nullcontext()
+        return nullcontext(), self.gate
+
+    def _act(self, observation: npt.NDArray[Any], t: int) -> npt.NDArray[Any]:
+        """Call the policy, keep what it writes in column ``t``, and return the actions."""
+        with torch.inference_mode():
+            out = self.policy(TensorDict({"observation": torch.from_numpy(observation)}, [self.num_envs]))
+            if not self._written:
+                self._add_policy_columns(out)
+            for key, column in self._written:
+                column[t].copy_(out.get(key))
+            action: npt.NDArray[Any] = out.get("action").cpu().numpy()
+        return action
+
+    @torch.inference_mode(False)  # an inference tensor could never take part in the trainer's backward
+    def _add_policy_columns(self, out: Any) -> None:
+        """Allocate a column for each leaf that the policy's first output has beside the observation."""
+        if not isinstance(out, TensorDictBase) or "action" not in out:
+            found = sorted(map(str, out.keys())) if isinstance(out, TensorDictBase) else type(out).__name__
+            raise ValueError(
+                f"the policy {type(self.policy).__name__} has to return a TensorDict with 'action'; it returned {found}"
+            )
+        for key, value in out.items(include_nested=True, leaves_only=True):
+            root = key if isinstance(key, str) else key[0]
+            if root == "observation":
+                continue
+            if root in _RESERVED:
+                raise ValueError(
+                    f"the policy {type(self.policy).__name__} writes {key!r}, but {', '.join(map(repr, _RESERVED))} "
+                    "are the collector's: give it another name"
+                )
+            buffer = torch.zeros(*self._batch.batch_size, *value.shape[1:], dtype=value.dtype)
+            self._batch.set(key, buffer)
+            self._written.append((key, buffer.unbind(1)))
+
+
+@dataclass(frozen=True, slots=True)
+class _EnvColumns:
+    """numpy views of the columns that are filled at each step, each ``[num_envs, T, ...]``."""
+
+    observation: npt.NDArray[Any]
+    version: npt.NDArray[np.int64]
+    next_observation: npt.NDArray[Any]
+    reward: npt.NDArray[np.float32]
+    terminated: npt.NDArray[np.bool_]
+    truncated: npt.NDArray[np.bool_]
+    done: npt.NDArray[np.bool_]
+
+
+class _Transitions(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Hands on what a batch keeps.
+
+    That is no infos (the vector environment would merge them, at each step), and a final observation in memory of its
+    own, because the reset that follows at once may overwrite the environment's.
+    """
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return self.env.reset(seed=seed, options=options)[0], {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        if terminated or truncated:
+            observation = np.array(observation)
+        return observation, reward, terminated, truncated, {}
+
+
+def _build_policy(factory: Callable[[], nn.Module]) -> nn.Module:
+    if isinstance(factory, nn.Module):
+        name = type(factory).__name__
+        raise TypeError(
+            f"policy is a module ({name}), but each worker builds its own: pass a factory, such as the class {name} "
+            f"itself or functools.partial({name}, ...); its weights arrive by weight sync"
+        )
+    if not callable(factory):
+        raise TypeError(f"policy must be a factory (a callable that returns a module), not {type(factory).__name__}")
+    policy = factory()
+    if not isinstance(policy, nn.Module):
+        raise TypeError(f"the policy factory must return a torch.nn.Module, not {type(policy).__name__}")
+    return policy.eval()
+
+
+def _build_envs(env: str | Callable[[], _Env], num_envs: int) -> SyncVectorEnv[Any, Any]:
+    if isinstance(env, str):
+        make: Callable[[], _Env] = partial(gymnasium.make, env)
+    elif callable(env):
+        make = env
+    else:
+        raise TypeError(f"env must be a gymnasium id or a factory of an environment, not {type(env).__name__}")
+    envs = [_checked_env(make()) for _ in range(num_envs)]
+    if len({id(e) for e in envs}) != num_envs:
+        raise ValueError("the env factory returned one environment twice: it has to make a new one at each call")
+    makers = [partial(_Transitions, e) for e in envs]
+    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def _checked_env(env: object) -> _Env:
+    if not isinstance(env, gymnasium.Env):
+        raise TypeError(f"the env factory must return a gymnasium.Env, not {type(env).__name__}")
+    if not isinstance(env.observation_space, Box | Discrete | MultiBinary | MultiDiscrete):
+        raise TypeError(
+            f"observation space {env.observation_space} is not an array of one shape: wrap the environment, "
+            "with gymnasium.wrappers.FlattenObservation for example"
+        )
+    return env
+
+
+def _allocate(observation: npt.NDArray[Any], steps: int, worker_idx: int) -> TensorDict:
+    """Make a batch with the columns that do not depend on the policy."""
+    size = (len(observation), steps)
+    first = torch.from_numpy(observation)
+    seen = torch.zeros(*size, *first.shape[1:], dtype=first.dtype)
+    flag = torch.zeros(*size, 1, dtype=torch.bool)
+    following = {
+        "observation": seen.clone(),
+        "reward": torch.zeros(*size, 1, dtype=torch.float32),
+        "terminated": flag,
+        "truncated": flag.clone(),
+        "done": flag.clone(),
+    }
+    columns = {
+        "observation": seen,
+        "next": TensorDict(following, size),
+        "policy_version": torch.zeros(size, dtype=torch.int64),
+        "worker_idx": torch.full(size, worker_idx, dtype=torch.int64),
+    }
+    return TensorDict(columns, size)

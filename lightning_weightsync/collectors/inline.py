@@ -1,0 +1,133 @@
+"""What if there are no worker processes? One collector in the trainer's process, for a debugger or a notebook.
+
+The same transactions under the same gate as in a worker, without a link and without a transport. The collector has a
+random stream of its own: the trainer's is left as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from lightning_weightsync.collectors.base import CollectorFactory
+from lightning_weightsync.collectors.context import WorkerContext
+from lightning_weightsync.collectors.pool import Rollout, WorkerState
+from lightning_weightsync.errors import WeightSyncError
+from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme, is_per_worker
+from lightning_weightsync.schemes.staging import StagedModel, Weights
+from lightning_weightsync.schemes.transaction import Transaction
+from lightning_weightsync.transports.layout import WeightLayout
+
+_NEVER = float("inf")
+
+
+class InlinePool:
+    """Stands in for ``WorkerPool`` with ``num_workers=0``.
+
+    Args:
+        schemes: By destination; only their configuration is used.
+    """
+
+    num_workers = 0
+
+    def __init__(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
+        self.schemes = schemes
+        self.run = 1
+        self.version = 0
+        self.bytes_pushed = 0
+        self._context: WorkerContext | None = None
+        self._models: dict[str, StagedModel] = {}
+        self._batches: Iterator[TensorDictBase] = iter(())
+        self._random_state = torch.get_rng_state()
+        self._frames = 0
+        self._state = WorkerState.STARTING
+
+    def connect(
+        self, factory: CollectorFactory, seeds: Sequence[int], weights: Mapping[str, Weights | PerWorker]
+    ) -> None:
+        """Build the collector and give it the current weights."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seeds[0])
+            self._context = WorkerContext(factory(worker_idx=0, seed=seeds[0]), 0, None)
+            self._random_state = torch.get_rng_state()
+        for model_id, scheme in self.schemes.items():
+            model = StagedModel(model_id, self._context.get_model(model_id), scheme.strategy, strict=scheme.strict)
+            model.bind(WeightLayout.of(scheme.strategy.leaves(_own(weights[model_id]))))
+            self._models[model_id] = model
+        self.push(weights, [], timeout=_NEVER, initial=True)
+        self._batches = iter(self._context.collector)
+        self._state = WorkerState.CONNECTED
+
+    def push(
+        self,
+        weights: Mapping[str, Weights | PerWorker],
+        worker_ids: Sequence[int],
+        *,
+        timeout: float,
+        initial: bool = False,
+    ) -> None:
+        """One version of these destinations, applied at once."""
+        context = self._built()
+        models = [self._models[model_id] for model_id in weights]
+        for model in models:
+            model.fill(_own(weights[model.model_id]))
+            self.bytes_pushed += model.layout.nbytes
+        if not initial:
+            self.version += 1
+        push = Transaction(models, context.gate, self.run, self.version, _NEVER)
+        push.staged()
+        push.commit()
+
+    def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
+        """One batch, made here and now."""
+        context = self._built()
+        self._state = WorkerState.COLLECTING
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random_state)
+            batch = context.next_batch(self._batches)
+            self._random_state = torch.get_rng_state()
+        self._state = WorkerState.CONNECTED
+        frames = batch.numel()
+        self._frames += frames
+        episodes = [(float(value), int(length)) for value, length in context.take_episodes()]
+        assert isinstance(batch, TensorDict)
+        return [Rollout(batch, frames, episodes)]
+
+    def digest(self, model_id: str) -> dict[int, str]:
+        """SHA-256 over the collector's live leaves, as worker 0."""
+        return {0: self._models[model_id].digest()}
+
+    def stats(self) -> dict[int, dict[str, Any]]:
+        """What is known of the one collector, as worker 0."""
+        gate = self._context.gate if self._context is not None else None
+        return {
+            0: {
+                "pid": os.getpid(),
+                "state": self._state.value,
+                "cause": None,
+                "run": gate.run if gate is not None else -1,
+                "version": gate.version if gate is not None else -1,
+                "generation": 0,
+                "restarts": 0,
+                "frames": self._frames,
+            }
+        }
+
+    def shutdown(self, timeout: float) -> None:
+        """Close the collector. Idempotent."""
+        if self._context is not None and self._state is not WorkerState.STOPPED:
+            self._context.collector.close()
+        self._state = WorkerState.STOPPED
+
+    def _built(self) -> WorkerContext:
+        if self._context is None:
+            raise WeightSyncError("the collector is not built yet: connect first")
+        return self._context
+
+
+def _own(weights: Weights | PerWorker) -> Weights:
+    return weights[0] if is_per_worker(weights) else weights

@@ -1,0 +1,153 @@
+"""A worker's main(): build the collector, keep its models in sync, collect into the slots that the parent names.
+
+Started as ``python -m lightning_weightsync.collectors.worker`` with an inherited socket pair. Three threads: this one
+collects, one listens to the parent (and ends the process group when the parent is gone), one applies pushes. Neither
+``lightning`` nor ``hydra`` is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lightning_weightsync.collectors.process import JOB_MESSAGES
+from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+    from lightning_weightsync.collectors.base import Collector
+    from lightning_weightsync.schemes.base import WeightSyncScheme
+
+
+def main(arguments: list[str]) -> None:
+    """Run one worker until its parent says stop or is gone."""
+    socket_fd, memory_fd, parent_pid = map(int, arguments)
+    _leave_signals_to_the_parent()
+    jobs = ControlChannel(socket.socket(fileno=socket_fd), JOB_MESSAGES)
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(jobs, parent_pid, inbox), name="parent", daemon=True).start()
+    code = 0
+    try:
+        _prepare_interpreter(inbox.get())
+        jobs.send("booted")
+        job = inbox.get()
+        if job.kind == "build":
+            code = _work(jobs, job, inbox, memory_fd)
+    except ChannelClosed:
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: libraries' destructors at interpreter exit are slow and noisy, and there is nothing left to save.
+    os._exit(code)
+
+
+def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message], memory_fd: int) -> int:
+    """Build, connect, collect; what raises is told to the parent. Returns the exit code."""
+    from lightning_weightsync.collectors.context import WorkerContext
+    from lightning_weightsync.collectors.rollouts import BatchWriter
+
+    phase = "build"
+    context: WorkerContext | None = None
+    try:
+        factory, schemes, info = _unpack(job)
+        collector = factory(worker_idx=job["worker_idx"], seed=job["seed"])
+        context = WorkerContext(collector, job["worker_idx"], info)
+        phase = "connect"
+        if schemes:
+            context.connect(schemes, job["connect_timeout"])
+        jobs.send("connected")
+        phase = "collect"
+        writer = BatchWriter(memory_fd)
+        batches: Iterator[TensorDictBase] = iter(collector)
+        while (job := inbox.get()).kind == "collect":
+            batch = context.next_batch(batches)
+            schema = writer.write(job["slot"], batch)
+            jobs.send("batch", slot=job["slot"], schema=schema, frames=batch.numel(), episodes=context.take_episodes())
+        phase = "close"
+        collector.close()
+    except ChannelClosed:
+        return 1
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        jobs.send("error", phase=phase, message=f"{type(error).__name__}: {error}", traceback=text)
+        return 1
+    finally:
+        if context is not None:
+            context.end()
+    return 0
+
+
+def _unpack(job: Message) -> tuple[Callable[..., Collector], dict[str, WeightSyncScheme], Any]:
+    import cloudpickle
+    import numpy as np
+    import torch
+
+    seed = job["seed"]
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    # These bytes came over a socket pair that this process inherited: only its parent can have written them.
+    factory, schemes, info = cloudpickle.loads(job.blob)
+    return factory, schemes, info
+
+
+def _prepare_interpreter(boot: Message) -> None:
+    """Take the parent's ``sys.path``, cap the threads, and import what every worker needs while nobody waits for it."""
+    sys.path[:] = boot["sys_path"]
+    if boot["pythonpath"]:
+        os.environ["PYTHONPATH"] = boot["pythonpath"]
+    else:
+        os.environ.pop("PYTHONPATH", None)
+
+    import torch
+
+    torch.set_num_threads(boot["threads"])
+    import lightning_weightsync.collectors.context  # noqa: F401 - pulls in tensordict
+
+
+def _listen(jobs: ControlChannel, parent_pid: int, inbox: queue.SimpleQueue[Message]) -> None:
+    """Hand on the parent's messages; when the parent is gone, so are this process and its children."""
+    while True:
+        try:
+            inbox.put(jobs.receive(time.monotonic() + 1.0))
+        except ChannelTimeout:
+            # The pair stays open as long as any forked child of the parent holds a copy of it.
+            if os.getppid() != parent_pid:
+                _die_with_children()
+        except ChannelClosed:
+            _die_with_children()
+
+
+def _die_with_children() -> NoReturn:
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _leave_signals_to_the_parent() -> None:
+    """A cluster, or Ctrl-C, signals everybody; the parent decides. Its death is noticed without any signal."""
+    own_pid = os.getpid()
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        # A handler, not SIG_IGN, which exec would hand on; an environment's forked child must still be stoppable.
+        if os.getpid() != own_pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGINT, ignore)
+    signal.signal(signal.SIGTERM, ignore)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

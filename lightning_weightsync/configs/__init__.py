@@ -1,0 +1,1 @@
+"""Reusable Hydra groups (YAML only), reached by `hydra.searchpath: [pkg://lightning_weightsync.configs]`."""

@@ -1,0 +1,1 @@
+"""Bridges to other libraries, each behind its extra; nothing outside this folder may import them."""

@@ -1,0 +1,143 @@
+"""The gate: when may weights switch? Policy calls share it, a switch holds it alone.
+
+It is a readers-writer lock in which a waiting switch has priority over *new* readers, while a thread that is already
+inside may enter again; so neither side starves and no thread deadlocks with itself. It also carries the version in
+force, which changes only while the gate is held alone: whoever holds the gate can trust ``gate.version``.
+
+Do not hold it while waiting for anything that depends on a push, and never across ``await``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lightning_weightsync.errors import WeightSyncTimeout
+
+
+@dataclass
+class _Reader:
+    name: str
+    since: float
+    depth: int = 1
+
+
+class Gate:
+    """Readers-writer lock between policy calls (``with gate:``, shared) and a switch of weights (``gate.alone()``).
+
+    Attributes:
+        run: The run of the weights in force.
+        version: The version of the weights in force. Stable for as long as the calling thread holds the gate.
+
+    Example:
+        >>> gate = Gate()
+        >>> with gate:  # a policy call
+        ...     version = gate.version
+    """
+
+    def __init__(self) -> None:
+        self.run = 0
+        self.version = 0
+        self._changed = threading.Condition(threading.Lock())
+        self._readers: dict[int, _Reader] = {}
+        self._writer: int | None = None
+        self._writer_reentries = 0
+        self._waiting_writers = 0
+
+    def __enter__(self) -> Gate:
+        """Enter shared. Blocks while a switch is in progress or waits, unless this thread is already inside."""
+        me = threading.get_ident()
+        with self._changed:
+            if self._writer == me:
+                self._writer_reentries += 1
+                return self
+            mine = self._readers.get(me)
+            if mine is not None:
+                mine.depth += 1
+                return self
+            while self._writer is not None or self._waiting_writers:
+                self._changed.wait()
+            self._readers[me] = _Reader(threading.current_thread().name, time.monotonic())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            if self._writer == me and self._writer_reentries:
+                self._writer_reentries -= 1
+                return
+            mine = self._readers.get(me)
+            if mine is None:
+                raise RuntimeError(
+                    "the gate was left by a thread that had not entered it: enter and exit on one thread"
+                )
+            mine.depth -= 1
+            if mine.depth == 0:
+                del self._readers[me]
+                if self._waiting_writers:
+                    self._changed.notify_all()
+
+    async def __aenter__(self) -> Gate:
+        raise RuntimeError(
+            "the gate must not be held across await: use `with gate:` around the synchronous policy call"
+        )
+
+    async def __aexit__(self, *exc: object) -> None:
+        raise RuntimeError("the gate must not be held across await")
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread holds the gate, shared or alone."""
+        me = threading.get_ident()
+        with self._changed:
+            return me in self._readers or self._writer == me
+
+    @contextmanager
+    def alone(self, deadline: float | None = None) -> Iterator[None]:
+        """Hold the gate alone: the calling thread waits until every reader has left, and new ones wait for it.
+
+        The holder may still enter shared (an applied hook may call the policy).
+
+        Args:
+            deadline: On the monotonic clock, in seconds; ``None`` waits for ever.
+
+        Raises:
+            RuntimeError: The calling thread is inside the gate already; it would wait for itself.
+            WeightSyncTimeout: The deadline passed; names the threads inside and the seconds they have been there.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            if me in self._readers or self._writer == me:
+                raise RuntimeError("weights cannot be switched from inside the gate: leave `with gate:` first")
+            self._waiting_writers += 1
+            try:
+                while self._writer is not None or self._readers:
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if remaining is not None and remaining <= 0:
+                        raise WeightSyncTimeout(f"the gate was not free before the push's deadline: {self._holders()}")
+                    self._changed.wait(remaining)
+                self._writer = me
+            finally:
+                self._waiting_writers -= 1
+                if self._writer != me:
+                    self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writer = None
+                self._writer_reentries = 0
+                self._changed.notify_all()
+
+    def _holders(self) -> str:
+        now = time.monotonic()
+        inside = [f"thread {r.name!r} has been inside for {now - r.since:.1f} s" for r in self._readers.values()]
+        if self._writer is not None:
+            inside.append("another switch is in progress")
+        return "; ".join(inside) or "nobody is inside"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a gate belongs to one process and is never pickled")

@@ -1,0 +1,319 @@
+"""What does a worker do with each message of its sender? The receiver's end of a link.
+
+It joins the sender, agrees on layouts, stages announced pushes, commits them under the gate and acknowledges. One
+object serves all destinations of one context. Either a thread of its own does that (``start_service``: pushes are
+applied as soon as the gate is free), or the worker's loop does (``serve_once``: pushes are applied where the loop
+says).
+
+A second small thread sends heartbeats, so that a long environment step is not taken for a dead worker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lightning_weightsync.errors import LayoutMismatchError, StaleVersionError, WeightSyncError, WeightSyncTimeout
+from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.staging import StagedModel
+from lightning_weightsync.schemes.transaction import Transaction, check_newer
+from lightning_weightsync.transports.base import TransferFailed, TransportBackend
+from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
+from lightning_weightsync.transports.layout import WeightLayout
+from lightning_weightsync.transports.rendezvous import StoreInfo, join
+
+_NEVER = 365 * 86400.0
+
+
+class Destination(Protocol):
+    """What a scheme puts on the link: a model, and the transport that its bytes come over."""
+
+    @property
+    def staged_model(self) -> StagedModel:
+        """The destination's model."""
+        ...
+
+    def accept_offer(self, offer: Message) -> None:
+        """Check the sender's backend and layout; raises ``WeightSyncError`` or ``LayoutMismatchError``."""
+        ...
+
+    def open_transport(self, offer: Message, deadline: float) -> TransportBackend:
+        """Meet the sender's transport."""
+        ...
+
+
+class ReceiverLink:
+    """The worker's end of the link to its sender.
+
+    Args:
+        info: Where the sender is.
+        worker_idx: This worker's 0-based index.
+        gate: Of the context whose models are kept in sync.
+
+    Attributes:
+        run: Run of the weights in force.
+        version: Version of the weights in force; -1 before the first.
+        generation: Which replacement of this index the sender takes it for.
+    """
+
+    def __init__(self, info: StoreInfo, worker_idx: int, gate: Gate) -> None:
+        self.info = info
+        self.worker_idx = worker_idx
+        self.gate = gate
+        self.run = -1
+        self.version = -1
+        self.generation = -1
+        self.closed = False
+        self.cause: Exception | None = None
+        self._destinations: dict[str, Destination] = {}
+        self._offers: dict[str, Message] = {}
+        self._transports: dict[str, TransportBackend] = {}
+        self._channel: ControlChannel | None = None
+        self._pending: Transaction | None = None
+        self._refusal: Exception | None = None
+        self._threads: list[threading.Thread] = []
+        self._ended = threading.Event()
+        self._ending = threading.Lock()
+
+    def add(self, destination: Destination) -> None:
+        """Register a destination; before ``connect``."""
+        self._destinations[destination.staged_model.model_id] = destination
+
+    def connect(self, deadline: float) -> None:
+        """Join the sender, agree on every destination's layout, and apply the initial weights. Blocks on the sender.
+
+        Raises:
+            LayoutMismatchError: This worker's leaves are not the sender's.
+            WeightSyncTimeout: The deadline (monotonic clock, seconds) passed first.
+            WeightSyncError: The sender refused this worker, went away, or gave up on its own account.
+        """
+        if self._channel is None:
+            self._channel, welcome = join(self.info, self.worker_idx, deadline)
+            self.generation = welcome["generation"]
+            self._spawn(self._beat, "heartbeat", float(welcome["heartbeat_timeout"]))
+        started = time.monotonic()
+        try:
+            while self.version < 0:
+                self._serve(self._channel.receive(deadline))
+                if self._refusal is not None:
+                    raise self._refusal
+        except ChannelTimeout as error:
+            self.end(error)
+            raise WeightSyncTimeout(
+                f"worker {self.worker_idx}: the sender delivered no weights within {time.monotonic() - started:.1f} s "
+                "(phase: connect)"
+            ) from error
+        except ChannelClosed as error:
+            self.end(error)
+            raise WeightSyncError(
+                f"worker {self.worker_idx}: the sender gave up connecting (phase: connect): {error}"
+            ) from error
+        except WeightSyncError as error:
+            self.end(error)
+            raise
+
+    def start_service(self) -> None:
+        """From now on a background thread serves the sender, and commits as soon as the gate is free."""
+        self._spawn(self._serve_for_ever, "receiver")
+
+    def serve_once(self, timeout: float | None) -> bool:
+        """Serve the sender from the calling thread until a push was applied.
+
+        Args:
+            timeout: Seconds to wait: ``None`` waits for ever, ``0`` only looks.
+
+        Returns:
+            Whether a push was applied.
+
+        Raises:
+            WeightSyncError: The link has ended.
+            RuntimeError: The calling thread is inside the gate.
+        """
+        if self.gate.inside:
+            raise RuntimeError("weights cannot be received inside the gate: leave `with gate:` first")
+        channel = self._open_channel()
+        deadline = time.monotonic() + (_NEVER if timeout is None else timeout)
+        before = (self.run, self.version)
+        try:
+            while True:
+                message = channel.poll()
+                if message is None and time.monotonic() >= deadline:
+                    return False
+                self._serve(message if message is not None else channel.receive(deadline))
+                if (self.run, self.version) != before:
+                    return True
+        except ChannelTimeout:
+            return False
+        except ChannelClosed as error:
+            self.end(error)
+            raise WeightSyncError(f"worker {self.worker_idx}: the link to the sender has ended: {error}") from error
+
+    def safe_point(self) -> bool:
+        """Commit in the calling thread what the background thread has staged; whether it switched."""
+        if self.gate.inside:
+            raise RuntimeError("weights cannot be switched from inside the gate: leave `with gate:` first")
+        pending = self._pending
+        return pending is not None and pending.commit()
+
+    def end(self, cause: Exception | None = None) -> None:
+        """Close the channel and every transport; both threads leave. Idempotent, does not block on the sender."""
+        with self._ending:
+            if self.closed:
+                return
+            self.closed = True
+            self.cause = cause
+        self._ended.set()
+        if self._channel is not None:
+            self._channel.close()
+        for transport in self._transports.values():
+            transport.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(0.9)
+
+    def _open_channel(self) -> ControlChannel:
+        if self._channel is None or self.closed:
+            why = "was never connected" if self._channel is None else f"has ended: {self.cause or 'shut down'}"
+            raise WeightSyncError(f"worker {self.worker_idx}: the link to the sender {why}")
+        return self._channel
+
+    def _spawn(self, target: Callable[..., None], name: str, *args: Any) -> None:
+        name = f"weight-sync-{name}-{self.worker_idx}"
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _beat(self, heartbeat_timeout: float) -> None:
+        channel = self._open_channel()
+        while not self._ended.wait(min(5.0, heartbeat_timeout / 4)):
+            try:
+                channel.try_send("beat")
+            except ChannelClosed:
+                return
+
+    def _serve_for_ever(self) -> None:
+        try:
+            channel = self._open_channel()
+            while True:
+                self._serve(channel.receive(None))
+        except (ChannelClosed, WeightSyncError) as error:
+            self.end(error)
+
+    def _serve(self, message: Message) -> None:
+        """Act on one message; ``ChannelClosed`` ends the link, everything else is reported to the sender."""
+        channel = self._open_channel()
+        if message.kind == "attach":
+            self._attach(channel, message)
+        elif message.kind == "open":
+            self._open(channel, message)
+        elif message.kind == "push":
+            self._push(channel, message)
+        elif message.kind == "digest":
+            destination = self._destinations.get(message["model_id"])
+            with self.gate:
+                digest = destination.staged_model.digest() if destination is not None else ""
+            channel.send("digested", model_id=message["model_id"], digest=digest)
+        elif message.kind == "close":
+            raise ChannelClosed("the sender closed the link")
+        else:
+            raise ChannelClosed(f"the sender sent {message.kind!r}, which is no request")
+
+    def _attach(self, channel: ControlChannel, offer: Message) -> None:
+        model_id = offer["model_id"]
+        destination = self._destinations.get(model_id)
+        try:
+            if destination is None:
+                known = ", ".join(map(repr, self._destinations)) or "none"
+                raise WeightSyncError(f"there is no receiver for {model_id!r} in this worker; there is {known}")
+            destination.accept_offer(offer)
+        except LayoutMismatchError as error:
+            self._refusal = error
+            channel.send(
+                "mismatch",
+                model_id=model_id,
+                message=str(error),
+                missing=error.missing,
+                unexpected=error.unexpected,
+                mismatched=error.mismatched,
+            )
+        except Exception as error:
+            self._refusal = error
+            channel.send("attach_failed", model_id=model_id, message=str(error))
+        else:
+            self._offers[model_id] = offer
+            channel.send("attached", model_id=model_id)
+
+    def _open(self, channel: ControlChannel, message: Message) -> None:
+        model_id = message["model_id"]
+        try:
+            self._transports[model_id] = self._destinations[model_id].open_transport(
+                self._offers[model_id], time.monotonic() + message["budget"]
+            )
+        except (TransferFailed, KeyError) as error:
+            channel.close()
+            raise ChannelClosed(f"the transport of {model_id!r} could not be opened: {error}") from error
+
+    def _push(self, channel: ControlChannel, message: Message) -> None:
+        run, version = message["run"], message["version"]
+        deadline = time.monotonic() + message["budget"]
+        models = [self._model_of(entry) for entry in message["models"]]
+        push = Transaction(models, self.gate, run, version, deadline)
+        try:
+            for entry, model in zip(message["models"], models, strict=True):
+                # Received even if it is going to be refused: the next receive would get these bytes otherwise.
+                transport = self._transports[model.model_id]
+                transport.receive(model.staged, entry.get("ticket", {}), deadline)
+        except TransferFailed as error:
+            push.abort(error)
+            channel.close()
+            raise ChannelClosed(f"the transfer of version {version} broke: {error}") from error
+        try:
+            check_newer((self.run, self.version), (run, version), initial=message["initial"])
+            push.staged()
+            self._pending = push
+            push.commit()
+            if push.error is not None:  # aborted by a commit in another thread
+                raise push.error
+        except Exception as error:
+            if push.error is None:
+                push.abort(error)
+            channel.send(
+                "failed",
+                run=run,
+                version=version,
+                reason=_reason_for(error),
+                message=f"{type(error).__name__}: {error}",
+                traceback="".join(traceback.format_exception(error)),
+            )
+        else:
+            self.run, self.version = run, version
+            channel.send("applied", run=run, version=version)
+        finally:
+            self._pending = None
+
+    def _model_of(self, entry: object) -> StagedModel:
+        model_id = entry.get("model_id") if isinstance(entry, dict) else None
+        if not isinstance(model_id, str) or model_id not in self._transports:
+            raise ChannelClosed(f"a push names {model_id!r}, which is not connected")
+        return self._destinations[model_id].staged_model
+
+
+def _reason_for(error: BaseException) -> str:
+    if isinstance(error, StaleVersionError):
+        return "stale"
+    return "deadline" if isinstance(error, WeightSyncTimeout) else "user"
+
+
+def layout_of_offer(offer: Message) -> WeightLayout:
+    """The sender's layout, rebuilt from an ``attach`` message.
+
+    Raises:
+        WeightSyncError: It is not a layout.
+    """
+    try:
+        return WeightLayout.from_json(offer["layout"])
+    except ValueError as error:
+        raise WeightSyncError(f"the sender's layout of {offer['model_id']!r} cannot be read: {error}") from error

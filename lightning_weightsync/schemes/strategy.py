@@ -1,0 +1,168 @@
+"""Which tensors are "the weights"? Turns modules, TensorDicts and dicts into named leaves, and writes leaves back.
+
+Names are those of ``state_dict()``, whatever wrapper the module is in: ``torch.compile`` and DDP leave no prefix.
+Carried are parameters and persistent buffers. Nothing here copies a tensor, except ``apply_weights``, which is told to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_weightsync.errors import LayoutMismatchError
+
+StrategyName = Literal["tensordict", "state_dict"]
+_COMPILED_PREFIX = "_orig_mod."
+
+
+class WeightStrategy:
+    """How weights are taken from a source and written to a model.
+
+    Args:
+        extract_as: ``"tensordict"`` copies leaf by leaf into the model's own tensors; ``"state_dict"`` goes through the
+            model's ``load_state_dict``, for models with hooks of their own there.
+    """
+
+    def __init__(self, extract_as: StrategyName = "tensordict") -> None:
+        if extract_as not in ("tensordict", "state_dict"):
+            raise ValueError(f"strategy={extract_as!r}: choose 'tensordict' or 'state_dict'")
+        self.extract_as = extract_as
+
+    def leaves(self, source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dict[str, Tensor]:
+        """Named references to the tensors of a source, in its order; nothing is copied.
+
+        Raises:
+            TypeError: The source is none of the above, or holds something that is no tensor; names it.
+            ValueError: A module has parameters that are not initialised yet.
+            NotImplementedError: A module has extra state, which is not carried yet.
+        """
+        if isinstance(source, nn.Module):
+            module = unwrap(source)
+            pairs = _state_dict_leaves(module) if self.extract_as == "state_dict" else _module_leaves(module)
+        elif isinstance(source, TensorDictBase):
+            pairs = _mapping_leaves(source.to_dict(convert_tensors=False), "")
+        elif isinstance(source, Mapping):
+            pairs = _mapping_leaves(source, "")
+        else:
+            raise TypeError(f"weights are an nn.Module, a TensorDict or a dict of tensors, not {type(source).__name__}")
+        return {name.replace(_COMPILED_PREFIX, ""): tensor for name, tensor in pairs}
+
+    def extract_weights(self, source: nn.Module | TensorDictBase | Mapping[str, Any]) -> TensorDict | dict[str, Tensor]:
+        """References to the leaves: a nested TensorDict (``"tensordict"``) or a flat dict (``"state_dict"``)."""
+        leaves = {name: leaf.detach() for name, leaf in self.leaves(source).items()}
+        return leaves if self.extract_as == "state_dict" else nested(leaves)
+
+    def apply_weights(self, destination: nn.Module, weights: Any, inplace: bool = True) -> None:
+        """Copy weights into a module; every ``Parameter`` keeps its identity, with ``inplace=False`` too.
+
+        Raises:
+            LayoutMismatchError: A leaf is missing, unexpected, or of another shape or dtype; nothing was copied.
+        """
+        target, source = self.leaves(destination), self.leaves(weights)
+        missing = [name for name in target if name not in source]
+        unexpected = [name for name in source if name not in target]
+        mismatched = {
+            name: f"given {_describe(source[name])}, model {_describe(target[name])}"
+            for name in target
+            if name in source and _describe(source[name]) != _describe(target[name])
+        }
+        if missing or unexpected or mismatched:
+            raise LayoutMismatchError(
+                mismatch_text("the weights do not fit the model", missing, unexpected, mismatched),
+                missing=missing,
+                unexpected=unexpected,
+                mismatched=mismatched,
+            )
+        write(list(target.values()), [source[name] for name in target])
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def non_persistent(module: nn.Module) -> set[str]:
+    """Names of the buffers that ``state_dict()`` leaves out, and so do we."""
+    return {
+        f"{prefix}{name}".replace(_COMPILED_PREFIX, "")
+        for prefix, part in _parts(unwrap(module))
+        for name in part._non_persistent_buffers_set
+    }
+
+
+def nested(leaves: Mapping[str, Tensor]) -> TensorDict:
+    """Dotted names as a nested TensorDict."""
+    return TensorDict({tuple(name.split(".")): leaf for name, leaf in leaves.items()}, batch_size=[])
+
+
+def write(targets: list[Tensor], values: list[Tensor]) -> None:
+    """Copy values into tensors in place, without a trace for autograd."""
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, values)
+
+
+def mismatch_text(what: str, missing: list[str], unexpected: list[str], mismatched: Mapping[str, str]) -> str:
+    """The sentence that a ``LayoutMismatchError`` shows: every leaf, by name."""
+    parts = [what]
+    if missing:
+        parts.append(f"missing from the sender: {', '.join(missing)}")
+    if unexpected:
+        parts.append(f"unknown to the receiver: {', '.join(unexpected)}")
+    parts += [f"{name}: {text}" for name, text in mismatched.items()]
+    return "; ".join(parts)
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, part in module.named_modules(remove_duplicate=False):
+        yield (f"{path}." if path else ""), part
+
+
+def _module_leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, part in _parts(module):
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            raise NotImplementedError(
+                f"module {prefix.removesuffix('.') or '(top level)'!r} ({type(part).__name__}) has get_extra_state(); "
+                "extra state is not carried yet"
+            )
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is None or name in part._non_persistent_buffers_set:
+                continue
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"parameter {prefix}{name} is not initialised yet: call the module once before it is synced"
+                )
+            yield f"{prefix}{name}", tensor
+
+
+def _state_dict_leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for _ in _module_leaves(module):  # for its checks
+        pass
+    yield from _mapping_leaves(module.state_dict(keep_vars=True), "")
+
+
+def _mapping_leaves(mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
+    for key, value in mapping.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, TensorDictBase):
+            yield from _mapping_leaves(value.to_dict(convert_tensors=False), f"{prefix}{key}.")
+        elif isinstance(value, Mapping):
+            yield from _mapping_leaves(value, f"{prefix}{key}.")
+        else:
+            raise TypeError(f"weights: {prefix}{key} is {type(value).__name__}, not a tensor")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

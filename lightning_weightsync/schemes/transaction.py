@@ -1,0 +1,126 @@
+"""When does a push count? All of its models are switched under one gate, or none is.
+
+    ANNOUNCED --staged()--> STAGED --commit()--> APPLIED
+        |                      |
+        +------ abort() -------+----------------> ABORTED
+
+``APPLIED`` and ``ABORTED`` are final: a push that was reported as failed is never applied later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from enum import Enum
+
+from lightning_weightsync.errors import StaleVersionError, WeightSyncTimeout
+from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.staging import StagedModel
+
+
+class TransactionState(Enum):
+    """See the module's picture."""
+
+    ANNOUNCED = "announced"
+    STAGED = "staged"
+    APPLIED = "applied"
+    ABORTED = "aborted"
+
+
+class Transaction:
+    """One version of one or several models, on its way into one receiver.
+
+    Args:
+        models: The destinations of this push.
+        gate: Of the receiver's context.
+        run: Run of the sender.
+        version: Version of the push.
+        deadline: On the monotonic clock, in seconds; nothing is applied after it.
+    """
+
+    def __init__(self, models: Sequence[StagedModel], gate: Gate, run: int, version: int, deadline: float) -> None:
+        self.models = models
+        self.run = run
+        self.version = version
+        self.deadline = deadline
+        self.state = TransactionState.ANNOUNCED
+        self.error: BaseException | None = None
+        self._gate = gate
+        self._committing = threading.Lock()
+
+    def staged(self) -> None:
+        """Every byte of every model is in its slot."""
+        self._move(TransactionState.STAGED)
+
+    def abort(self, error: BaseException) -> None:
+        """Give the push up; it is never applied."""
+        self.error = error
+        self._move(TransactionState.ABORTED)
+
+    def commit(self) -> bool:
+        """Switch all models, in the calling thread, alone in the gate; may be called by several threads at once.
+
+        Returns:
+            Whether this call is the one that switched; ``False`` if another thread has, or the push was aborted.
+
+        Raises:
+            RuntimeError: The calling thread is inside the gate.
+            WeightSyncTimeout: The deadline passed before the gate was free; the push is aborted.
+            Exception: What applying or an applied hook raised; every model was rolled back, the push is aborted.
+        """
+        if self._gate.inside:
+            raise RuntimeError("weights cannot be switched from inside the gate: leave `with gate:` first")
+        with self._committing:
+            if self.state is not TransactionState.STAGED:
+                return False
+            try:
+                with self._gate.alone(self.deadline):
+                    if time.monotonic() >= self.deadline:
+                        raise WeightSyncTimeout("the deadline passed before the staged weights could be applied")
+                    self._switch()
+            except BaseException as error:
+                self.abort(error)
+                raise
+            self._move(TransactionState.APPLIED)
+            return True
+
+    def _switch(self) -> None:
+        before = (self._gate.run, self._gate.version)
+        touched: list[StagedModel] = []
+        try:
+            for model in self.models:
+                touched.append(model)
+                model.apply(keep_backup=len(self.models) > 1)
+            self._gate.run, self._gate.version = self.run, self.version
+            for model in self.models:
+                for hook in model.applied_hooks:
+                    hook(model.target, self.version)
+        except BaseException:
+            for model in reversed(touched):
+                model.roll_back()
+            self._gate.run, self._gate.version = before
+            raise
+        for model in self.models:
+            model.forget_backup()
+
+    def _move(self, state: TransactionState) -> None:
+        allowed = {
+            TransactionState.ANNOUNCED: (TransactionState.STAGED, TransactionState.ABORTED),
+            TransactionState.STAGED: (TransactionState.APPLIED, TransactionState.ABORTED),
+        }
+        if state not in allowed.get(self.state, ()):
+            raise RuntimeError(f"a push cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+
+def check_newer(applied: tuple[int, int], offered: tuple[int, int], *, initial: bool) -> None:
+    """Refuse a (run, version) that is not newer than what is in force; the first one after connecting may be equal.
+
+    Raises:
+        StaleVersionError: It is older (or, unless ``initial``, equal).
+    """
+    if offered < applied or (offered == applied and not initial):
+        raise StaleVersionError(
+            f"(run, version) = {offered} was offered, and {applied} is in force: weights never go backwards"
+        )

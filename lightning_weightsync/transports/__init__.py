@@ -1,0 +1,1 @@
+"""How bytes move: tensors, sockets, addresses and deadlines. Knows no scheme, no collector, no Lightning."""

@@ -1,0 +1,230 @@
+"""What do the two ends of a connection say to each other, and in which frames?
+
+A frame is two big-endian ``uint32`` (length of the JSON part, length of the blob), UTF-8 JSON, and the blob. Every
+kind of message has a fixed schema. An unknown kind, a missing, extra or wrongly typed field, or a part above its cap
+breaks the
+channel: it is never repaired, and nothing that came from a socket is ever unpickled here.
+
+A channel may be used by one receiving and several sending threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+_HEADER = struct.Struct("!II")
+MAX_JSON = 64 << 20
+MAX_BLOB = 1 << 30
+
+Schema = Mapping[str, Mapping[str, type | tuple[type, ...]]]
+
+LINK_MESSAGES: Schema = {
+    "hello": {"worker_idx": int, "pid": int},
+    "welcome": {"run": int, "version": int, "generation": int, "heartbeat_timeout": float},
+    "refused": {"reason": str},
+    "attach": {"model_id": str, "layout": dict, "strict": bool, "backend": str, "transport": dict, "budget": float},
+    "attached": {"model_id": str},
+    "mismatch": {"model_id": str, "message": str, "missing": list, "unexpected": list, "mismatched": dict},
+    "attach_failed": {"model_id": str, "message": str},
+    "open": {"model_id": str, "budget": float},
+    "push": {"run": int, "version": int, "models": list, "budget": float, "initial": bool},
+    "applied": {"run": int, "version": int},
+    "failed": {"run": int, "version": int, "reason": str, "message": str, "traceback": str},
+    "digest": {"model_id": str},
+    "digested": {"model_id": str, "digest": str},
+    "beat": {},
+    "close": {},
+}
+
+
+class ChannelClosed(ConnectionError):
+    """The other end has closed the connection, or this end has."""
+
+
+class ProtocolError(ChannelClosed):
+    """The other end sent something that is no valid message; the channel is closed with it."""
+
+
+class ChannelTimeout(TimeoutError):
+    """A deadline passed while sending or receiving."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message: its kind, its checked fields, and an optional blob."""
+
+    kind: str
+    fields: Mapping[str, Any]
+    blob: bytes = b""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+
+class ControlChannel:
+    """Framed, schema-checked messages over a connected stream socket.
+
+    Args:
+        sock: A connected stream socket; the channel owns it from here on.
+        schema: Field names and types for each kind of message that may be sent or received.
+    """
+
+    def __init__(self, sock: socket.socket, schema: Schema = LINK_MESSAGES) -> None:
+        sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._schema = schema
+        self._sending = threading.Lock()
+        self._buffer = bytearray()
+        self._closed = False
+        self.last_heard = time.monotonic()
+
+    def fileno(self) -> int:
+        """The descriptor to wait on; -1 after ``close``."""
+        return self._sock.fileno()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this end is closed."""
+        return self._closed
+
+    def send(self, kind: str, blob: bytes = b"", *, deadline: float | None = None, **fields: Any) -> None:
+        """Send one message; blocks while the other end does not read and the socket's buffer is full.
+
+        Raises:
+            ChannelTimeout: The deadline (monotonic clock, seconds) passed. The frame may be half sent: give the
+                channel up.
+            ChannelClosed: The connection is gone.
+        """
+        body = json.dumps({"kind": kind, **fields}).encode()
+        self._check(kind, fields)
+        data = memoryview(_HEADER.pack(len(body), len(blob)) + body + blob)
+        with self._sending:
+            while data:
+                try:
+                    data = data[self._sock.send(data) :]
+                except BlockingIOError:
+                    self._wait(write=True, deadline=deadline)
+                except (OSError, ValueError) as error:
+                    raise ChannelClosed(f"the connection is gone: {error}") from error
+
+    def try_send(self, kind: str, **fields: Any) -> bool:
+        """Send one small message if the socket's buffer has room for it and nobody else is sending; never blocks."""
+        if not self._sending.acquire(blocking=False):
+            return False
+        self._sending.release()
+        try:
+            # A writable stream socket has at least a third of its buffer free: a small frame is never cut.
+            poller = select.poll()
+            poller.register(self._sock, select.POLLOUT)
+            writable = bool(poller.poll(0))
+        except (OSError, ValueError) as error:
+            raise ChannelClosed(f"the connection is gone: {error}") from error
+        if writable:
+            self.send(kind, **fields)
+        return writable
+
+    def receive(self, deadline: float | None = None) -> Message:
+        """Wait for the next message.
+
+        Raises:
+            ChannelTimeout: The deadline (monotonic clock, seconds) passed; the channel stays usable.
+            ChannelClosed: The other end is gone, or sent something that is no message.
+        """
+        while True:
+            message = self.poll()
+            if message is not None:
+                return message
+            self._wait(write=False, deadline=deadline)
+
+    def poll(self) -> Message | None:
+        """The next message, if it has arrived in full; never blocks."""
+        message = self._parse()
+        if message is not None:
+            return message
+        while True:
+            try:
+                data = self._sock.recv(1 << 16)
+            except BlockingIOError:
+                return None
+            except (OSError, ValueError) as error:
+                raise ChannelClosed(f"the connection is gone: {error}") from error
+            if not data:
+                raise ChannelClosed("the other end closed the connection")
+            self.last_heard = time.monotonic()
+            self._buffer += data
+            message = self._parse()
+            if message is not None:
+                return message
+
+    def feed(self, data: bytes) -> None:
+        """Put bytes that were read from the socket before the channel took over in front of the next ones."""
+        self._buffer += data
+
+    def close(self) -> None:
+        """Close this end; a thread that waits on it, here or there, gets ``ChannelClosed``."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _wait(self, *, write: bool, deadline: float | None) -> None:
+        try:
+            poller = select.poll()  # select.select is limited to descriptors below 1024
+            poller.register(self._sock, select.POLLOUT if write else select.POLLIN)
+            while True:
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    raise ChannelTimeout("the deadline passed while waiting on the channel")
+                # Another thread's close() need not wake a poll on the same descriptor: look again now and then.
+                if poller.poll(200 if remaining is None else min(200, max(1, remaining * 1000))):
+                    return
+                if self._closed:
+                    raise ChannelClosed("this end was closed")
+        except ValueError as error:
+            raise ChannelClosed("this end was closed") from error
+
+    def _parse(self) -> Message | None:
+        if len(self._buffer) < _HEADER.size:
+            return None
+        body_size, blob_size = _HEADER.unpack_from(self._buffer)
+        if body_size > MAX_JSON or blob_size > MAX_BLOB:
+            self._break(f"a frame of {body_size} + {blob_size} bytes is above the cap")
+        end = _HEADER.size + body_size + blob_size
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[_HEADER.size : _HEADER.size + body_size])
+        blob = bytes(self._buffer[_HEADER.size + body_size : end])
+        del self._buffer[:end]
+        try:
+            fields = json.loads(body)
+            kind = fields.pop("kind")
+            self._check(kind, fields)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            self._break(f"not a message: {error}")
+        return Message(kind, fields, blob)
+
+    def _check(self, kind: str, fields: Mapping[str, Any]) -> None:
+        expected = self._schema.get(kind)
+        if expected is None:
+            raise ValueError(f"unknown message {kind!r}")
+        if fields.keys() != expected.keys():
+            raise ValueError(f"message {kind!r} has the fields {sorted(fields)}, not {sorted(expected)}")
+        for name, kind_of in expected.items():
+            value = fields[name]
+            if not isinstance(value, kind_of) or (isinstance(value, bool) and kind_of is not bool):
+                raise ValueError(f"message {kind!r}: field {name!r} is {type(value).__name__}")
+
+    def _break(self, reason: str) -> NoReturn:
+        self.close()
+        raise ProtocolError(reason)

@@ -1,0 +1,174 @@
+"""Which leaves does a model have, and where does each lie in its flat slot?
+
+A layout is built from named tensors on each side, and compared before any byte flows: gloo checks neither dtype nor
+size, and shared memory checks nothing at all, so nothing may be moved that was not agreed on. The same layout describes
+a batch of rollouts in its slot.
+
+Names are dotted. Leaves that share memory exactly (tied weights) are stored once; the others are aliases of the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and a multiple of every dtype's size, so that each leaf can be viewed in place."""
+
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of the model.
+
+    Attributes:
+        name: Dotted name, as in ``state_dict()``.
+        shape: Its sizes.
+        dtype: Name of its dtype without ``torch.``.
+        offset: Where it starts in the slot, in bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+    def describe(self) -> str:
+        """Dtype and shape, as errors show them."""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Names, shapes, dtypes, byte offsets and aliases of the leaves of one model.
+
+    Attributes:
+        leaves: The stored leaves, in the order of the source (a module's ``state_dict`` order).
+        aliases: Name of each further leaf that shares the memory of a stored one -> that leaf's name.
+
+    Example:
+        >>> layout = WeightLayout.of({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
+        >>> [(leaf.name, leaf.offset) for leaf in layout.leaves], layout.nbytes
+        ([('weight', 0), ('bias', 64)], 128)
+    """
+
+    leaves: tuple[Leaf, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], *, find_aliases: bool = True) -> WeightLayout:
+        """Lay out named tensors, in their order.
+
+        Args:
+            tensors: Dense tensors by their dotted names.
+            find_aliases: Store leaves that share memory exactly once. Off for data, whose aliases are accidents.
+
+        Raises:
+            TypeError: A tensor is sparse or quantised; names it.
+        """
+        leaves: list[Leaf] = []
+        aliases: dict[str, str] = {}
+        first: dict[tuple[object, ...], str] = {}
+        offset = 0
+        for name, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if dtype not in _DTYPES or tensor.layout is not torch.strided:
+                raise TypeError(
+                    f"leaf {name!r} cannot be laid out: {tensor.layout}, {tensor.dtype}; only dense tensors can"
+                )
+            if find_aliases and tensor.numel():
+                memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+                if (original := first.setdefault(memory, name)) != name:
+                    aliases[name] = original
+                    continue
+            leaf = Leaf(name, tuple(tensor.shape), dtype, offset)
+            leaves.append(leaf)
+            offset += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(leaves), aliases)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of a slot in bytes, padding included."""
+        if not self.leaves:
+            return 0
+        last = self.leaves[-1]
+        return last.offset + -(-last.nbytes // ALIGNMENT) * ALIGNMENT
+
+    @cached_property
+    def by_name(self) -> dict[str, Leaf]:
+        """Every name, aliases included, and the stored leaf that holds its bytes."""
+        stored = {leaf.name: leaf for leaf in self.leaves}
+        return stored | {alias: stored[name] for alias, name in self.aliases.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the layout, as hexadecimal digits: equal exactly where names, shapes, dtypes and aliases are."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def views(self, slot: Tensor) -> dict[str, Tensor]:
+        """Each stored leaf as a view into a slot (uint8, 1-dimensional, ``nbytes`` long)."""
+        return {leaf.name: self._view(slot, leaf) for leaf in self.leaves}
+
+    @staticmethod
+    def _view(slot: Tensor, leaf: Leaf) -> Tensor:
+        raw = slot[leaf.offset : leaf.offset + leaf.nbytes]
+        return raw.view(_DTYPES[leaf.dtype]).view(leaf.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        """The layout as plain lists, ints and strings."""
+        return {
+            "leaves": [[leaf.name, list(leaf.shape), leaf.dtype] for leaf in self.leaves],
+            "aliases": dict(self.aliases),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> WeightLayout:
+        """Rebuild a layout; offsets are computed, never believed.
+
+        Raises:
+            ValueError: The data are not a layout.
+        """
+        leaves: list[Leaf] = []
+        offset = 0
+        try:
+            for name, shape, dtype in data["leaves"]:
+                leaf = Leaf(str(name), tuple(int(size) for size in shape), str(dtype), offset)
+                if any(size < 0 for size in leaf.shape):
+                    raise ValueError(f"negative size in {leaf}")
+                leaves.append(leaf)
+                offset += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
+            aliases = {str(alias): str(name) for alias, name in data["aliases"].items()}
+            names = {leaf.name for leaf in leaves}
+            if len(names) != len(leaves) or not names.issuperset(aliases.values()):
+                raise ValueError("a name occurs twice, or an alias names no leaf")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a layout: {error!r}") from error
+        return cls(tuple(leaves), aliases)
+
+
+def allocate_slot(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
+    """A private slot: uint8, ``nbytes`` long."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 over the bytes of tensors in their order, as hexadecimal digits."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        sha.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return sha.hexdigest()

@@ -1,0 +1,58 @@
+"""What does the sender know about one worker? Its link: channel, generation, and the (run, version) it has applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lightning_weightsync.transports.control import ControlChannel
+
+
+class LinkState(Enum):
+    """``OPEN`` until the worker or its channel fails (``BROKEN``) or the sender ends it in good order (``CLOSED``)."""
+
+    OPEN = "open"
+    BROKEN = "broken"
+    CLOSED = "closed"
+
+
+@dataclass
+class WorkerLink:
+    """The sender's end of the connection to one worker.
+
+    Attributes:
+        worker_idx: 0-based.
+        pid: The worker's process id, as it said itself.
+        channel: Announcements, acknowledgements, errors, heartbeats.
+        generation: Which replacement of this index it is, from 0.
+        run: Run of the weights that the worker has applied.
+        version: Version of the weights that the worker has applied.
+        state: See ``LinkState``; changed by ``end`` alone.
+        cause: Why it is ``BROKEN``.
+    """
+
+    worker_idx: int
+    pid: int
+    channel: ControlChannel
+    generation: int
+    run: int = -1
+    version: int = -1
+    state: LinkState = LinkState.OPEN
+    cause: Exception | None = None
+    _on_end: list[Callable[[], None]] = field(default_factory=list)
+
+    def when_ended(self, release: Callable[[], None]) -> None:
+        """Have ``release`` called once when the link ends: what a scheme holds for this worker goes with it."""
+        self._on_end.append(release)
+
+    def end(self, cause: Exception | None = None) -> None:
+        """Close the channel and release what hangs on it: ``BROKEN`` with a cause, ``CLOSED`` without. Idempotent."""
+        if self.state is not LinkState.OPEN:
+            return
+        self.state = LinkState.CLOSED if cause is None else LinkState.BROKEN
+        self.cause = cause
+        self.channel.close()
+        for release in self._on_end:
+            release()
+        self._on_end.clear()

@@ -1,0 +1,36 @@
+"""Where does memory that two processes share come from? An anonymous file, handed over by descriptor.
+
+It has no name, so nothing is left on disk or in ``/dev/shm`` however its owners end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+
+import torch
+from torch import Tensor
+
+
+def create_memory_file(label: str) -> int:
+    """An empty anonymous file; returns its descriptor, which is closed on exec unless it is passed on.
+
+    In memory where the platform has ``memfd_create``; elsewhere a temporary file that is unlinked at once.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(label, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(prefix=label) as file:
+        return os.dup(file.fileno())
+
+
+def map_memory(descriptor: int, nbytes: int) -> Tensor:
+    """The first ``nbytes`` of a memory file as a uint8 tensor; what is written shows in every process that maps it.
+
+    The file is grown to that size if it is smaller. The mapping lasts as long as the tensor.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if os.fstat(descriptor).st_size < nbytes:
+        os.ftruncate(descriptor, nbytes)
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)

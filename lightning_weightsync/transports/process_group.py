@@ -1,0 +1,153 @@
+"""How do bytes get to a worker on another host? A ``torch.distributed`` process group of two, one per worker.
+
+The group is built directly on a prefixed store, beside whatever default group the trainer has; that one is never
+created, joined or used. Two ranks per group means that one worker's fault is one worker's fault: gloo closes a pair
+for good after a failed or timed-out wait. gloo checks neither dtype nor size, so both ends must agree on the slot's
+size beforehand.
+
+The store is needed only while the two meet. It listens on the given address (a ``TCPStore`` left to itself listens on
+all).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from lightning_weightsync.transports.base import Ticket, TransferFailed
+from lightning_weightsync.transports.rendezvous import bind_listener
+
+SENDER_RANK, RECEIVER_RANK = 0, 1
+
+
+class RendezvousStore:
+    """The sender's ``TCPStore``, listening on ``host`` only, for as long as pair groups are being formed.
+
+    Args:
+        host: Address to listen on.
+        timeout: How long a pair may take to meet, in seconds.
+    """
+
+    def __init__(self, host: str, timeout: float) -> None:
+        listener = bind_listener(host)
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self._store: TCPStore | None = TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(0.1, timeout)),
+            master_listen_fd=listener.detach(),
+        )
+
+    def prefixed(self, prefix: str) -> PrefixStore:
+        """A view of the store that one pair has to itself."""
+        if self._store is None:
+            raise RuntimeError("the store is closed")
+        return PrefixStore(prefix, self._store)
+
+    def close(self) -> None:
+        """Stop listening; pairs that have met do not need the store any more."""
+        self._store = None
+
+
+def remote_store(host: str, port: int, prefix: str, timeout: float) -> PrefixStore:
+    """The receiver's view of a sender's store."""
+    wait = timedelta(seconds=max(0.1, timeout))
+    return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False))
+
+
+def backend_available(backend: str) -> bool:
+    """Whether this process can build pair groups over ``backend``."""
+    return bool(
+        dist.is_available()
+        and ((backend == "gloo" and dist.is_gloo_available()) or (backend == "nccl" and dist.is_nccl_available()))
+    )
+
+
+class ProcessGroupTransport:
+    """One end of a pair group.
+
+    Args:
+        backend: ``"gloo"``.
+        rank: ``SENDER_RANK`` or ``RECEIVER_RANK``.
+        make_store: Gives the pair's prefixed store, with the seconds that are left; called by ``connect``.
+        host: Address of the interface that this end listens on (each gloo pair opens a port of its own).
+    """
+
+    def __init__(self, backend: str, rank: int, make_store: Callable[[float], PrefixStore], host: str) -> None:
+        if backend != "gloo":
+            raise NotImplementedError(f"backend={backend!r}: only 'gloo' is there yet")
+        self._rank = rank
+        self._peer = 1 - rank
+        self._make_store = make_store
+        self._host = host
+        self._group: Any = None
+        self._sending: Any = None
+        self._pending_slot: Tensor | None = None
+
+    def connect(self, deadline: float) -> None:
+        """Meet the other end; see ``TransportBackend``."""
+        seconds = max(0.1, deadline - time.monotonic())
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=seconds)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        try:
+            self._group = dist.ProcessGroupGloo(self._make_store(seconds), self._rank, 2, options)
+        except RuntimeError as error:
+            raise TransferFailed(f"the pair group was not formed: {_first_line(error)}") from error
+
+    def send(self, slot: Tensor) -> Ticket:
+        """Start sending; see ``TransportBackend``."""
+        if slot.numel():
+            # The work object does not keep the tensor alive in every release: hold it here until it has left.
+            self._pending_slot = slot
+            self._sending = self._run(lambda group: group.send([slot], self._peer, 0))
+        return {}
+
+    def finish(self, deadline: float) -> None:
+        """Wait for the last send; see ``TransportBackend``."""
+        if self._sending is not None:
+            self._wait(self._sending, deadline)
+            self._sending = self._pending_slot = None
+
+    def receive(self, slot: Tensor, ticket: Ticket, deadline: float) -> None:
+        """Receive one slot; see ``TransportBackend``."""
+        if slot.numel():
+            self._wait(self._run(lambda group: group.recv([slot], self._peer, 0)), deadline)
+
+    def close(self) -> None:
+        """Give the group up; see ``TransportBackend``."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        self._sending = self._pending_slot = None
+
+    def _run(self, operation: Callable[[Any], Any]) -> Any:
+        if self._group is None:
+            raise TransferFailed("the pair group is closed")
+        try:
+            return operation(self._group)
+        except RuntimeError as error:
+            raise TransferFailed(_first_line(error)) from error
+
+    def _wait(self, work: Any, deadline: float) -> None:
+        # A wait of zero means "no timeout" to gloo.
+        seconds = max(0.001, deadline - time.monotonic())
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise TransferFailed(_first_line(error)) from error
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).split("\n", 1)[0][:300]
