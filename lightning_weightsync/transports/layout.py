@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +24,12 @@ from torch import Tensor
 ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every dtype's size, so that each leaf can be viewed in place."""
 
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_WITHOUT_BYTES = re.compile(r"q.*|u?int[1-7]|bit")  # quantised, or narrower than a byte: torch does not copy their bits
+_DTYPES = {
+    name: value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not _WITHOUT_BYTES.fullmatch(name := str(value).removeprefix("torch."))
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class WeightLayout:
             find_aliases: Store leaves that share memory exactly once. Off for data, whose aliases are accidents.
 
         Raises:
-            TypeError: A tensor is sparse or quantised; names it.
+            TypeError: A tensor has no dense bytes (sparse, nested, quantised, on the meta device); names it.
         """
         leaves: list[Leaf] = []
         aliases: dict[str, str] = {}
@@ -86,13 +92,12 @@ class WeightLayout:
         offset = 0
         for name, tensor in tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in _DTYPES or tensor.layout is not torch.strided:
-                raise TypeError(
-                    f"leaf {name!r} cannot be laid out: {tensor.layout}, {tensor.dtype}; only dense tensors can"
-                )
+            dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+            if dtype not in _DTYPES or not dense:
+                what = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
+                raise TypeError(f"leaf {name!r} cannot be laid out: {what}, {tensor.dtype}; only dense tensors can")
             if find_aliases and tensor.numel():
-                memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-                if (original := first.setdefault(memory, name)) != name:
+                if (original := first.setdefault(_memory(tensor), name)) != name:
                     aliases[name] = original
                     continue
             leaf = Leaf(name, tuple(tensor.shape), dtype, offset)
@@ -145,19 +150,22 @@ class WeightLayout:
         leaves: list[Leaf] = []
         offset = 0
         try:
-            for name, shape, dtype in data["leaves"]:
-                leaf = Leaf(str(name), tuple(int(size) for size in shape), str(dtype), offset)
-                if any(size < 0 for size in leaf.shape):
-                    raise ValueError(f"negative size in {leaf}")
+            stored, aliases = data["leaves"], data["aliases"]
+            if not isinstance(stored, list) or not isinstance(aliases, dict):
+                raise ValueError("not a layout: leaves are a list, and aliases a dict")
+            for name, shape, dtype in stored:
+                # type(...), not isinstance: True is an int, and would be read as a size of 1.
+                if type(name) is not str or type(shape) is not list or any(type(s) is not int or s < 0 for s in shape):
+                    raise ValueError(f"not a leaf: {name!r}, {shape!r}, {dtype!r}")
+                leaf = Leaf(name, tuple(shape), dtype, offset)
                 leaves.append(leaf)
                 offset += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
-            aliases = {str(alias): str(name) for alias, name in data["aliases"].items()}
             names = {leaf.name for leaf in leaves}
-            if len(names) != len(leaves) or not names.issuperset(aliases.values()):
+            if len(names) != len(leaves) or names & aliases.keys() or not names.issuperset(aliases.values()):
                 raise ValueError("a name occurs twice, or an alias names no leaf")
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"not a layout: {error!r}") from error
-        return cls(tuple(leaves), aliases)
+        return cls(tuple(leaves), dict(aliases))
 
 
 def allocate_slot(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
@@ -165,10 +173,16 @@ def allocate_slot(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for two tensors exactly where they are the same values at the same place."""
+    lazy = (tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy
+
+
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """SHA-256 over the bytes of tensors in their order, as hexadecimal digits."""
     sha = hashlib.sha256()
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         sha.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     return sha.hexdigest()
