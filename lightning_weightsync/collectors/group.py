@@ -25,6 +25,8 @@ from lightning_weightsync.schemes.staging import Weights
 from lightning_weightsync.transports.hub import LinkHub
 
 EPISODE_WINDOW = 100
+GRACE_AFTER_FAILURE = 2.0
+"""Seconds that workers get to end by themselves when the run has failed: nobody wants their batches any more."""
 
 
 class GroupState(Enum):
@@ -170,9 +172,9 @@ class CollectorGroup:
         if self._base_seed is None:
             self._base_seed = torch.initial_seed() if self.seed is None else self.seed
         try:
-            pool.connect(self.collector, self._seeds(self._base_seed), weights)
+            pool.connect(self.collector, self._seeds(self._base_seed), weights, self.look_around)
         except BaseException:
-            self.shutdown()
+            self.shutdown(GRACE_AFTER_FAILURE)
             raise
         self._sources = weights
         self._state = GroupState.RUNNING
@@ -239,10 +241,7 @@ class CollectorGroup:
             self.connect(pushed)
             return
         pool = self._running_pool()
-        if isinstance(pool, WorkerPool):
-            ids: Sequence[int] = pool.hub.check_ids(worker_ids)
-        else:
-            ids = []
+        ids = pool.check_ids(worker_ids)
         pool.push(pushed, ids, timeout=max(self.weight_sync_schemes[name].timeout for name in pushed))
 
     def digest(self, model_id: str = "policy") -> dict[int, str]:
@@ -356,13 +355,23 @@ class CollectorGroup:
         self.restore_version(int(state["run"]), int(state["version"]))
         self.frames = int(state["frames"])
         self._base_seed = None if state["seed"] is None else int(state["seed"])
-        self._incarnation = int(state["incarnation"]) + 1
+        self._incarnation = max(self._incarnation, int(state["incarnation"]) + 1)
         self._episodes = deque(((float(r), int(n)) for r, n in state["episodes"]), maxlen=EPISODE_WINDOW)
 
+    @classmethod
+    def is_state(cls, state: object) -> bool:
+        """Whether this is what a group's ``state_dict`` returns."""
+        keys = {"run", "version", "frames", "seed", "incarnation", "episodes"}
+        return isinstance(state, Mapping) and state.keys() == keys
+
     def restore_version(self, run: int, version: int) -> None:
-        """Go on after (run, version): in a newer run, never backwards. Idempotent; before ``connect``."""
+        """Go on after (run, version): in a newer run, never backwards, with other episodes. Idempotent.
+
+        Before ``connect``. It is all that a resumed run gets where the group is not the trainer's loader itself.
+        """
         if (run + 1, version) > (self._run, self._version):
             self._run, self._version = run + 1, version
+        self._incarnation = max(self._incarnation, run)  # each start makes both grow by one
 
     def __getstate__(self) -> dict[str, Any]:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):

@@ -7,6 +7,8 @@ random stream of its own: the trainer's is left as it was.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ from lightning_weightsync.schemes.staging import StagedModel, Weights
 from lightning_weightsync.schemes.transaction import Transaction
 from lightning_weightsync.transports.layout import WeightLayout
 
-_NEVER = float("inf")
+_NEVER = 365 * 86400.0  # seconds; the gate's condition variable takes no infinity
 
 
 class InlinePool:
@@ -39,6 +41,7 @@ class InlinePool:
         self.run = 1
         self.version = 0
         self.bytes_pushed = 0
+        self._pushing = threading.Lock()
         self._context: WorkerContext | None = None
         self._models: dict[str, StagedModel] = {}
         self._batches: Iterator[TensorDictBase] = iter(())
@@ -47,7 +50,11 @@ class InlinePool:
         self._state = WorkerState.STARTING
 
     def connect(
-        self, factory: CollectorFactory, seeds: Sequence[int], weights: Mapping[str, Weights | PerWorker]
+        self,
+        factory: CollectorFactory,
+        seeds: Sequence[int],
+        weights: Mapping[str, Weights | PerWorker],
+        look_around: Callable[[], None],
     ) -> None:
         """Build the collector and give it the current weights."""
         with torch.random.fork_rng(devices=[]):
@@ -58,9 +65,20 @@ class InlinePool:
             model = StagedModel(model_id, self._context.get_model(model_id), scheme.strategy, strict=scheme.strict)
             model.bind(WeightLayout.of(scheme.strategy.leaves(_own(weights[model_id]))))
             self._models[model_id] = model
-        self.push(weights, [], timeout=_NEVER, initial=True)
+        self.push(weights, [0], timeout=_NEVER, initial=True)
         self._batches = iter(self._context.collector)
         self._state = WorkerState.CONNECTED
+
+    def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
+        """The targeted indices: the one collector is worker 0.
+
+        Raises:
+            ValueError: Another one is named.
+        """
+        ids = [0] if worker_ids is None else [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+        if any(index != 0 for index in ids):
+            raise ValueError(f"worker_ids={worker_ids!r}: without worker processes there is only worker 0")
+        return ids
 
     def push(
         self,
@@ -70,17 +88,19 @@ class InlinePool:
         timeout: float,
         initial: bool = False,
     ) -> None:
-        """One version of these destinations, applied at once."""
+        """One version of these destinations, applied by the calling thread."""
+        deadline = time.monotonic() + timeout
         context = self._built()
         models = [self._models[model_id] for model_id in weights]
-        for model in models:
-            model.fill(_own(weights[model.model_id]))
-            self.bytes_pushed += model.layout.nbytes
-        if not initial:
-            self.version += 1
-        push = Transaction(models, context.gate, self.run, self.version, _NEVER)
-        push.staged()
-        push.commit()
+        with self._pushing:
+            for model in models:
+                model.fill(_own(weights[model.model_id]))
+                self.bytes_pushed += model.layout.nbytes
+            if not initial:
+                self.version += 1
+            push = Transaction(models, context.gate, self.run, self.version, deadline)
+            push.staged()
+            push.commit()
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
         """One batch, made here and now."""
@@ -99,7 +119,8 @@ class InlinePool:
 
     def digest(self, model_id: str) -> dict[int, str]:
         """SHA-256 over the collector's live leaves, as worker 0."""
-        return {0: self._models[model_id].digest()}
+        with self._pushing:
+            return {0: self._models[model_id].digest()}
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """What is known of the one collector, as worker 0."""

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.process import WorkerProcess
 from lightning_weightsync.collectors.rollouts import BatchReader
-from lightning_weightsync.errors import WeightSyncError, WorkerDied, WorkerError
+from lightning_weightsync.errors import WeightSyncTimeout, WorkerDied, WorkerError
 from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme, is_per_worker, push_models
 from lightning_weightsync.schemes.staging import Weights
 from lightning_weightsync.transports.control import ChannelClosed, Message
@@ -48,7 +48,7 @@ class Rollout:
     episodes: list[tuple[float, int]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     process: WorkerProcess
     reader: BatchReader
@@ -91,9 +91,19 @@ class WorkerPool:
             raise
 
     def connect(
-        self, factory: CollectorFactory, seeds: Sequence[int], weights: Mapping[str, Weights | PerWorker]
+        self,
+        factory: CollectorFactory,
+        seeds: Sequence[int],
+        weights: Mapping[str, Weights | PerWorker],
+        look_around: Callable[[], None],
     ) -> None:
         """Have every worker build its collector, and deliver the current version. Blocks until all have applied it.
+
+        Args:
+            factory: See ``CollectorFactory``.
+            seeds: One per worker.
+            weights: By destination.
+            look_around: Called about ten times a second while collectors are being built; may raise to give up.
 
         Raises:
             WorkerError: A factory raised; carries the worker's traceback.
@@ -116,6 +126,7 @@ class WorkerPool:
                 seed=seeds[index],
                 connect_timeout=float(self.hub.connect_timeout),
             )
+        self._await("built", deadline, look_around)
         if self.schemes:
             self.hub.accept(everybody, deadline)
             for model_id, scheme in self.schemes.items():
@@ -123,7 +134,11 @@ class WorkerPool:
                 like = next(iter(given.values())) if is_per_worker(given) else given
                 scheme.attach(like, everybody, deadline)
             self.push(weights, everybody, timeout=deadline - time.monotonic(), initial=True)
-        self._await("connected", deadline, lambda: None)
+        self._await("connected", deadline, look_around)
+
+    def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
+        """The targeted indices; raises ``ValueError`` for one that does not exist."""
+        return self.hub.check_ids(worker_ids)
 
     def push(
         self,
@@ -147,28 +162,29 @@ class WorkerPool:
             WorkerError: A worker's code raised; carries its traceback.
             WorkerDied: A worker's process ended.
         """
+        # If the last call was interrupted (Ctrl-C in a notebook), batches of old weights are still to come.
+        self._await("batch", None, look_around, [w for w in self._workers if w.state is WorkerState.COLLECTING])
         for index, worker in enumerate(self._workers):
-            self._send(index, worker, "collect", slot=0)
             worker.state = WorkerState.COLLECTING
+            self._send(index, worker, "collect", slot=0)
         rollouts = []
         for worker, message in zip(self._workers, self._await("batch", None, look_around), strict=True):
             worker.frames += message["frames"]
             episodes = [(float(value), int(length)) for value, length in message["episodes"]]
-            rollouts.append(
-                Rollout(worker.reader.read(message["slot"], message["schema"]), message["frames"], episodes)
-            )
+            rollouts.append(Rollout(worker.reader.read(message["slot"]), message["frames"], episodes))
         return rollouts
 
     def digest(self, model_id: str) -> dict[int, str]:
         """SHA-256 over each worker's live leaves, in layout order."""
         phase = f"digest of {model_id!r}"
-        answers = self.hub.ask(
-            range(self.num_workers),
-            lambda link: link.channel.send("digest", model_id=model_id),
-            {"digested"},
-            phase=phase,
-            deadline=time.monotonic() + self.schemes[model_id].timeout,
-        )
+        with self.hub.pushing:  # another thread's push would get our answers, and we its acknowledgements
+            answers = self.hub.ask(
+                range(self.num_workers),
+                lambda link: link.channel.send("digest", model_id=model_id),
+                {"digested"},
+                phase=phase,
+                deadline=time.monotonic() + self.schemes[model_id].timeout,
+            )
         raise_failures(answers.failed, phase)
         return {index: str(reply["digest"]) for index, reply in sorted(answers.replies.items())}
 
@@ -206,37 +222,52 @@ class WorkerPool:
         deadline = time.monotonic() + timeout
         for worker in self._workers:
             worker.process.ask_to_stop()
+        # Before they are waited for: a worker that is connecting waits for the sender, not for its parent.
+        for scheme in self.schemes.values():
+            scheme.shutdown()
+        self.hub.close()
         for worker in self._workers:
             worker.process.reap(max(0.0, deadline - time.monotonic()))
             if worker.state is not WorkerState.FAILED:
                 worker.state = WorkerState.STOPPED
-        for scheme in self.schemes.values():
-            scheme.shutdown()
-        self.hub.close()
 
-    def _await(self, kind: str, deadline: float | None, look_around: Callable[[], None]) -> list[Message]:
-        """One message of this kind from every worker."""
+    def _await(
+        self,
+        kind: str,
+        deadline: float | None,
+        look_around: Callable[[], None],
+        workers: Sequence[_Worker] | None = None,
+    ) -> list[Message]:
+        """One message of this kind from each of these workers; from every worker if none are named."""
+        started = time.monotonic()
+        awaited = {i: w for i, w in enumerate(self._workers) if workers is None or w in workers}
         poller = select.poll()
-        for worker in self._workers:
+        for worker in awaited.values():
             poller.register(worker.process.jobs.fileno(), select.POLLIN)
         got: dict[int, Message] = {}
         while True:
-            for index, worker in enumerate(self._workers):
+            for index, worker in awaited.items():
                 if index not in got:
                     self._read(index, worker)
                     wanted = next((m for m in worker.inbox if m.kind == kind), None)
                     if wanted is not None:
                         worker.inbox.clear()
-                        worker.state = WorkerState.CONNECTED
+                        if kind != "built":
+                            worker.state = WorkerState.CONNECTED
                         got[index] = wanted
                         poller.unregister(worker.process.jobs.fileno())
                     elif self.cause_of_death(index, 0.0) is not None:
                         self._raise_deaths(f"waiting for {kind!r}")
-            if len(got) == len(self._workers):
-                return [got[index] for index in range(len(self._workers))]
+            if len(got) == len(awaited):
+                return [got[index] for index in awaited]
             if deadline is not None and time.monotonic() > deadline:
-                late = sorted(set(range(len(self._workers))) - got.keys())
-                raise WeightSyncError(f"workers {late} did not say {kind!r} in time")
+                seconds = f"after {time.monotonic() - started:.1f} s"
+                late = {
+                    i: WeightSyncTimeout(f"worker {i} (pid {w.process.pid}) was still {w.state.value} {seconds}")
+                    for i, w in awaited.items()
+                    if i not in got
+                }
+                raise_failures(late, f"waiting for {kind!r}")
             look_around()
             poller.poll(_LOOK_AROUND_MS)
 
@@ -248,6 +279,8 @@ class WorkerPool:
                     self._fail(worker, _told(index, worker.process.pid, message))
                 elif message.kind != "booted":
                     worker.inbox.append(message)
+                if message.kind == "batch" and message["schema"]:
+                    worker.reader.open(message["schema"])
         except ChannelClosed as error:
             if worker.cause is None and worker.state is not WorkerState.STOPPED:
                 ended = worker.process.ended(0.5) or f"its job channel broke: {error}"

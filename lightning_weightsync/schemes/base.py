@@ -25,7 +25,7 @@ from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.receiver import ReceiverLink, layout_of_offer
 from lightning_weightsync.schemes.staging import StagedModel, Weights, snapshot
 from lightning_weightsync.schemes.strategy import StrategyName, WeightStrategy, nested
-from lightning_weightsync.transports.base import TransportBackend
+from lightning_weightsync.transports.base import TransferFailed, TransportBackend
 from lightning_weightsync.transports.control import Message
 from lightning_weightsync.transports.hub import LinkHub, Payload, raise_failures
 from lightning_weightsync.transports.layout import WeightLayout, allocate_slot
@@ -216,13 +216,24 @@ class WeightSyncScheme(ABC):
             verdicts = {"attached", "mismatch", "attach_failed"}
             answers = hub.ask(worker_ids, offer, verdicts, phase=phase, deadline=deadline)
             _raise_refusals(model_id, answers.replies, answers.failed, phase)
-            for index in worker_ids:
-                link = hub.links[index]
+
+            def open_transport(link: WorkerLink) -> None:
                 budget = float(deadline - time.monotonic())
                 link.channel.send("open", model_id=model_id, budget=budget, deadline=deadline)
+
+            phase = f"opening the transport of {model_id!r}"
+            answers = hub.ask(worker_ids, open_transport, {"opening"}, phase=phase, deadline=deadline)
+            raise_failures(answers.failed, phase)
+            for index in worker_ids:
+                link = hub.links[index]
                 transport = self.create_transport(link=link, offer=transport_offer(link))
                 link.when_ended(transport.close)
-                transport.connect(deadline)
+                started = time.monotonic()
+                try:
+                    transport.connect(deadline)
+                except TransferFailed as error:
+                    cause = hub.lose(link, phase, time.monotonic() - started, error)
+                    raise_failures({index: cause}, phase)
                 self._transports[index] = transport
 
     def snapshot(self, weights: Weights | None, *, own_slot: bool = False) -> Tensor:
@@ -336,10 +347,9 @@ class WeightSyncScheme(ABC):
             )
         self._receiving().bind(layout_of_offer(offer), strict=offer["strict"])
 
-    def open_transport(self, offer: Message, deadline: float) -> TransportBackend:
-        """Meet the sender's transport; see ``schemes.receiver.Destination``."""
+    def make_transport(self, offer: Message) -> TransportBackend:
+        """This side's end of the offered transport; see ``schemes.receiver.Destination``."""
         self._receiver_transport = self.create_transport(offer=offer["transport"])
-        self._receiver_transport.connect(deadline)
         return self._receiver_transport
 
     # --- both sides ----------------------------------------------------------------------------------------------
@@ -635,6 +645,7 @@ def push_models(
     """
     started = time.monotonic()
     with hub.pushing:
+        hub.check_open()
         payloads: dict[int, list[Payload]] = {index: [] for index in worker_ids}
         failed: dict[int, Exception] = {}
         for scheme, given in weights.items():

@@ -128,7 +128,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             self.backend,
             RECEIVER_RANK,
             lambda seconds: remote_store(offer["host"], offer["port"], offer["prefix"], seconds),
-            self.host,
+            self._receiver_link().local_host,  # `self.host` is the sender's, perhaps another machine's
         )
 
     @contextmanager

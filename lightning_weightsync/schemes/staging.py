@@ -6,15 +6,25 @@ restores what they held before. When to do which is the transaction's business.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from lightning_weightsync.errors import LayoutMismatchError
-from lightning_weightsync.schemes.strategy import WeightStrategy, mismatch_text, nested, non_persistent, unwrap, write
+from lightning_weightsync.schemes.strategy import (
+    WeightStrategy,
+    clean_name,
+    load_state,
+    mismatch_text,
+    nested,
+    non_persistent,
+    same_values,
+    unwrap,
+    write,
+)
 from lightning_weightsync.transports.layout import WeightLayout, allocate_slot, digest_of
 
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
@@ -43,10 +53,9 @@ class StagedModel:
         self.applied_hooks: list[Callable[[Any, int], None]] = []
         self.layout = WeightLayout((), {})
         self.staged = allocate_slot(0)
-        self._live: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._values_by_name: dict[str, Tensor] = {}
-        self._backup: list[Tensor] = []
+        self._strict = strict
+        self._values: dict[str, Tensor] = {}
+        self._undo: Callable[[], None] | None = None
 
     def bind(self, layout: WeightLayout, *, strict: bool | None = None) -> None:
         """Accept a sender's layout, and make room for it.
@@ -66,21 +75,26 @@ class StagedModel:
             if name in live and (own := WeightLayout.of({name: live[name]}).leaves[0].describe()) != leaf.describe()
         }
         mismatched |= _untied(offered, live, layout)
-        if missing or unexpected or mismatched or (live and not offered):
+        mismatched |= {
+            name: "cannot be written in place: its elements share memory"
+            for name in offered
+            if name in live and _overlaps(live[name])
+        }
+        if missing or unexpected or mismatched or not offered:
+            what = f"{self.model_id!r} differs between sender and receiver"
+            if not offered:
+                what += "; no leaf in common"
             raise LayoutMismatchError(
-                mismatch_text(
-                    f"{self.model_id!r} differs between sender and receiver", missing, unexpected, mismatched
-                ),
+                mismatch_text(what, missing, unexpected, mismatched),
                 missing=missing,
                 unexpected=unexpected,
                 mismatched=mismatched,
             )
         self.layout = layout
         self.staged = allocate_slot(layout.nbytes)
+        self._strict = strict
         views = layout.views(self.staged)
-        self._values_by_name = {name: views[layout.by_name[name].name] for name in live if name in offered}
-        self._live = [live[name] for name in self._values_by_name]
-        self._values = list(self._values_by_name.values())
+        self._values = {name: views[layout.by_name[name].name] for name in live if name in offered}
 
     def fill(self, weights: Weights) -> None:
         """Stage weights that are in this process already (no transport between)."""
@@ -91,24 +105,38 @@ class StagedModel:
 
         Args:
             keep_backup: Copy what the leaves hold now first, so that ``roll_back`` can restore it.
+
+        Raises:
+            LayoutMismatchError: The target has changed since ``bind``; nothing was copied, names each leaf.
         """
-        if self.strategy.extract_as == "state_dict" or self.applied_hooks:
-            keep_backup = True
-        self._backup = [leaf.detach().clone() for leaf in self._live] if keep_backup else []
-        if self.strategy.extract_as == "state_dict" and isinstance(self.target, nn.Module):
-            unwrap(self.target).load_state_dict(self._values_by_name, strict=self.strict)
-        else:
-            write(self._live, self._values)
+        # Looked up anew each time: `self.mean = new_mean` puts another tensor in the place of a buffer.
+        leaves = self.strategy.leaves(self.target)
+        changed = [name for name, value in self._values.items() if not _fits(leaves.get(name), value)]
+        if changed:
+            raise LayoutMismatchError(
+                f"{self.model_id!r} has changed in the receiver since it connected: {', '.join(changed)} "
+                "is gone, has another shape or dtype, or cannot be written in place",
+                mismatched=dict.fromkeys(changed, "changed since connect"),
+            )
+        if isinstance(self.target, nn.Module) and self.strategy.extract_as == "state_dict":
+            self._undo = _remember(self.target)
+            load_state(self.target, self._values, strict=self._strict)
+            return
+        live, values = [leaves[name] for name in self._values], list(self._values.values())
+        if keep_backup or self.applied_hooks:
+            backup = [leaf.detach().clone() for leaf in live]
+            self._undo = lambda: write(live, backup)
+        write(live, values)
 
     def roll_back(self) -> None:
         """Restore what the live leaves held before ``apply``. The caller holds the gate alone."""
-        if self._backup:
-            write(self._live, self._backup)
-        self._backup = []
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
 
     def forget_backup(self) -> None:
         """The version is in force: the one before is not needed any more."""
-        self._backup = []
+        self._undo = None
 
     def digest(self) -> str:
         """SHA-256 over the live leaves, in layout order, each stored leaf once."""
@@ -139,7 +167,7 @@ def snapshot(strategy: WeightStrategy, weights: Weights, layout: WeightLayout, s
             mismatched[leaf.name] = f"given {given.dtype}{list(given.shape)}, agreed {leaf.describe()}"
     for alias, name in layout.aliases.items():
         both = alias in leaves and name in leaves and leaves[alias].data_ptr() != leaves[name].data_ptr()
-        if both and not torch.equal(leaves[alias], leaves[name]):
+        if both and not same_values(leaves[alias], leaves[name]):
             mismatched[alias] = f"was tied to {name} when the two sides connected, and is not any more"
     if missing or unexpected or mismatched:
         raise LayoutMismatchError(
@@ -152,6 +180,38 @@ def snapshot(strategy: WeightStrategy, weights: Weights, layout: WeightLayout, s
         )
     views = layout.views(slot)
     write(list(views.values()), [leaves[name].detach() for name in views])
+
+
+def _remember(module: nn.Module) -> Callable[[], None]:
+    """What puts a module back into the state that it is in now, if loading another one fails half-way or later."""
+    module = unwrap(module)
+    state = {clean_name(key): value.detach().clone() for key, value in module.state_dict().items()}
+    tensors: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+        (registry, name, tensor, tensor.detach().clone())
+        for part in module.modules()
+        for registry in (part._parameters, part._buffers)
+        for name, tensor in registry.items()
+        if tensor is not None
+    ]
+
+    def put_back() -> None:
+        # Through its own hooks first, for what it derives from its tensors; they may be what failed, or not invertible.
+        with contextlib.suppress(Exception):
+            load_state(module, state, strict=True)
+        for registry, name, tensor, _ in tensors:
+            registry[name] = tensor
+        write([tensor for _, _, tensor, _ in tensors], [value for _, _, _, value in tensors])
+
+    return put_back
+
+
+def _fits(leaf: Tensor | None, value: Tensor) -> bool:
+    return leaf is not None and leaf.shape == value.shape and leaf.dtype == value.dtype and not _overlaps(leaf)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether several elements lie at one address, as in an expanded tensor."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _untied(offered: Mapping[str, Any], live: Mapping[str, Tensor], layout: WeightLayout) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
 A frame is two big-endian ``uint32`` (length of the JSON part, length of the blob), UTF-8 JSON, and the blob. Every
 kind of message has a fixed schema. An unknown kind, a missing, extra or wrongly typed field, or a part above its cap
-breaks the
-channel: it is never repaired, and nothing that came from a socket is ever unpickled here.
+breaks the channel: it is never repaired, and nothing that came from a socket is ever unpickled here.
 
 A channel may be used by one receiving and several sending threads.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import select
 import socket
 import struct
@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 _HEADER = struct.Struct("!II")
 MAX_JSON = 64 << 20
 MAX_BLOB = 1 << 30
+_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # where there is none, POLLHUP, which is always reported, tells
 
 Schema = Mapping[str, Mapping[str, type | tuple[type, ...]]]
 
@@ -36,6 +37,7 @@ LINK_MESSAGES: Schema = {
     "mismatch": {"model_id": str, "message": str, "missing": list, "unexpected": list, "mismatched": dict},
     "attach_failed": {"model_id": str, "message": str},
     "open": {"model_id": str, "budget": float},
+    "opening": {"model_id": str},
     "push": {"run": int, "version": int, "models": list, "budget": float, "initial": bool},
     "applied": {"run": int, "version": int},
     "failed": {"run": int, "version": int, "reason": str, "message": str, "traceback": str},
@@ -94,6 +96,11 @@ class ControlChannel:
         return self._sock.fileno()
 
     @property
+    def local_host(self) -> str:
+        """Address of this end: of the interface over which the other end is reached."""
+        return str(self._sock.getsockname()[0])
+
+    @property
     def closed(self) -> bool:
         """Whether this end is closed."""
         return self._closed
@@ -102,36 +109,35 @@ class ControlChannel:
         """Send one message; blocks while the other end does not read and the socket's buffer is full.
 
         Raises:
-            ChannelTimeout: The deadline (monotonic clock, seconds) passed. The frame may be half sent: give the
-                channel up.
+            ChannelTimeout: The deadline (monotonic clock, seconds) passed. If the frame was half sent by then, the
+                channel is closed: the next frame would be read as its rest.
             ChannelClosed: The connection is gone.
+            ValueError: The message is not one of the schema, or above a cap.
         """
-        body = json.dumps({"kind": kind, **fields}).encode()
-        self._check(kind, fields)
-        data = memoryview(_HEADER.pack(len(body), len(blob)) + body + blob)
-        with self._sending:
-            while data:
-                try:
-                    data = data[self._sock.send(data) :]
-                except BlockingIOError:
-                    self._wait(write=True, deadline=deadline)
-                except (OSError, ValueError) as error:
-                    raise ChannelClosed(f"the connection is gone: {error}") from error
+        data = self._frame(kind, blob, fields)
+        if not self._sending.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise ChannelTimeout("the deadline passed while another thread was sending on the channel")
+        try:
+            self._write(data, deadline)
+        finally:
+            self._sending.release()
 
     def try_send(self, kind: str, **fields: Any) -> bool:
         """Send one small message if the socket's buffer has room for it and nobody else is sending; never blocks."""
+        data = self._frame(kind, b"", fields)
         if not self._sending.acquire(blocking=False):
             return False
-        self._sending.release()
         try:
             # A writable stream socket has at least a third of its buffer free: a small frame is never cut.
             poller = select.poll()
             poller.register(self._sock, select.POLLOUT)
             writable = bool(poller.poll(0))
+            if writable:
+                self._write(data, None)
         except (OSError, ValueError) as error:
             raise ChannelClosed(f"the connection is gone: {error}") from error
-        if writable:
-            self.send(kind, **fields)
+        finally:
+            self._sending.release()
         return writable
 
     def receive(self, deadline: float | None = None) -> Message:
@@ -167,6 +173,21 @@ class ControlChannel:
             if message is not None:
                 return message
 
+    def check_open(self) -> None:
+        """See whether both ends are still there; reads nothing, never blocks.
+
+        Raises:
+            ChannelClosed: One of the ends has closed the connection, whatever is still to be read from it.
+        """
+        try:
+            poller = select.poll()
+            poller.register(self._sock, _PEER_CLOSED)
+            events = poller.poll(0)
+        except (OSError, ValueError) as error:
+            raise ChannelClosed("this end was closed") from error
+        if events:
+            raise ChannelClosed("the other end closed the connection")
+
     def feed(self, data: bytes) -> None:
         """Put bytes that were read from the socket before the channel took over in front of the next ones."""
         self._buffer += data
@@ -177,6 +198,29 @@ class ControlChannel:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+
+    def _frame(self, kind: str, blob: bytes, fields: Mapping[str, Any]) -> bytes:
+        self._check(kind, fields)
+        body = json.dumps({"kind": kind, **fields}).encode()
+        if len(body) > MAX_JSON or len(blob) > MAX_BLOB:
+            raise ValueError(f"message {kind!r} of {len(body)} + {len(blob)} bytes is above the cap")
+        return _HEADER.pack(len(body), len(blob)) + body + blob
+
+    def _write(self, data: bytes, deadline: float | None) -> None:
+        """Write a frame; the caller holds ``_sending``."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                try:
+                    rest = rest[self._sock.send(rest) :]
+                except BlockingIOError:
+                    self._wait(write=True, deadline=deadline)
+        except BaseException as error:
+            if len(rest) < len(data):
+                self.close()
+            if isinstance(error, OSError | ValueError) and not isinstance(error, ChannelTimeout | ChannelClosed):
+                raise ChannelClosed(f"the connection is gone: {error}") from error
+            raise
 
     def _wait(self, *, write: bool, deadline: float | None) -> None:
         try:
@@ -224,7 +268,10 @@ class ControlChannel:
             value = fields[name]
             if not isinstance(value, kind_of) or (isinstance(value, bool) and kind_of is not bool):
                 raise ValueError(f"message {kind!r}: field {name!r} is {type(value).__name__}")
+            if isinstance(value, float) and math.isnan(value):  # a deadline that is no number never passes
+                raise ValueError(f"message {kind!r}: field {name!r} is not a number")
 
     def _break(self, reason: str) -> NoReturn:
         self.close()
+        self._buffer.clear()
         raise ProtocolError(reason)

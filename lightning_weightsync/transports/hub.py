@@ -117,6 +117,15 @@ class LinkHub:
                 raise ValueError(f"worker_ids holds {index!r}; workers are numbered 0 .. {self.num_workers - 1}")
         return list(dict.fromkeys(ids))
 
+    def check_open(self) -> None:
+        """See whether this end is still there.
+
+        Raises:
+            WeightSyncError: It was shut down.
+        """
+        if self._closed.is_set():
+            raise WeightSyncError("the sender was shut down: call init_on_sender() again, and connect()")
+
     def accept(self, worker_ids: Collection[int], deadline: float) -> None:
         """Rendezvous: wait for these workers, and make (or replace) their links. Blocks on all of them.
 
@@ -125,6 +134,7 @@ class LinkHub:
             WorkerDied: A missing worker's process has ended.
         """
         with self.pushing:
+            self.check_open()
             joined = self._rendezvous.accept(worker_ids, deadline, self._watch_missing)
             for index, member in sorted(joined.items()):
                 old = self.links.get(index)
@@ -134,14 +144,17 @@ class LinkHub:
                 self._generations[index] = generation
                 link = WorkerLink(index, member.pid, member.channel, generation)
                 self.links[index] = link
-                link.channel.send(
-                    "welcome",
-                    run=self.run,
-                    version=self.version,
-                    generation=generation,
-                    heartbeat_timeout=float(self.heartbeat_timeout),
-                    deadline=deadline,
-                )
+                try:
+                    link.channel.send(
+                        "welcome",
+                        run=self.run,
+                        version=self.version,
+                        generation=generation,
+                        heartbeat_timeout=float(self.heartbeat_timeout),
+                        deadline=deadline,
+                    )
+                except (ChannelClosed, ChannelTimeout) as error:  # whoever asks it next is told
+                    self.lose(link, "rendezvous", 0.0, error)
 
     def push(
         self, payloads: Mapping[int, Sequence[Payload]], version: int, *, timeout: float, initial: bool = False
@@ -188,13 +201,13 @@ class LinkHub:
                     for payload in payloads[index]:
                         payload.transport.finish(max(deadline, time.monotonic() + 1.0))
                 except TransferFailed as error:
-                    answers.failed[index] = self._lose(link, phase, 0.0, error)
+                    answers.failed[index] = self.lose(link, phase, 0.0, error)
                     continue
                 if reply.kind == "failed":
                     answers.failed[index] = _reported(link, phase, reply)
                 elif (reply["run"], reply["version"]) != (self.run, version):
                     told = ProtocolViolation(f"it acknowledged ({reply['run']}, {reply['version']})")
-                    answers.failed[index] = self._lose(link, phase, 0.0, told)
+                    answers.failed[index] = self.lose(link, phase, 0.0, told)
                 else:
                     link.run, link.version = self.run, version
             raise_failures(answers.failed, phase)
@@ -213,6 +226,7 @@ class LinkHub:
         A worker whose channel ends, who stays silent for ``heartbeat_timeout``, or who has not answered at the deadline
         loses its link and is named in ``failed``.
         """
+        self.check_open()
         started = time.monotonic()
         answers = Answers()
         pending: dict[int, WorkerLink] = {}
@@ -226,7 +240,7 @@ class LinkHub:
             try:
                 request(link)
             except (ChannelClosed, ChannelTimeout, TransferFailed) as error:
-                answers.failed[index] = self._lose(link, phase, time.monotonic() - started, error)
+                answers.failed[index] = self.lose(link, phase, time.monotonic() - started, error)
                 continue
             pending[link.channel.fileno()] = link
             poller.register(link.channel.fileno(), select.POLLIN)
@@ -238,7 +252,7 @@ class LinkHub:
                 answers.replies[link.worker_idx] = outcome
             else:
                 seconds = time.monotonic() - started
-                answers.failed[link.worker_idx] = self._lose(link, phase, seconds, outcome)
+                answers.failed[link.worker_idx] = self.lose(link, phase, seconds, outcome)
 
         while pending:
             if self._closed.is_set():
@@ -287,7 +301,7 @@ class LinkHub:
         dead = {i: c for i in sorted(missing) if (c := self._watcher.cause_of_death(i, 0.0)) is not None}
         raise_failures(dead, "waiting for workers to connect")
 
-    def _lose(self, link: WorkerLink, phase: str, seconds: float, error: Exception) -> Exception:
+    def lose(self, link: WorkerLink, phase: str, seconds: float, error: Exception) -> Exception:
         """End a link that cannot be used any more; returns the cause that the user is shown."""
         who = f"worker {link.worker_idx} (pid {link.pid})"
         last = f"it holds version {link.version}" if link.version >= 0 else "it holds no version yet"
