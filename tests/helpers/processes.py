@@ -30,7 +30,7 @@ def marked() -> Iterator[Callable[[], list[int]]]:
 
 @contextmanager
 def nothing_left(capture: Any) -> Iterator[Callable[[], list[int]]]:
-    """Fails if a process, zombie, listening port or thread of ours is left at the end, or somebody complained on stderr.
+    """Fails if a process, zombie, listening port or thread of ours is left at the end, or somebody complained.
 
     Args:
         capture: pytest's ``capfd``; workers inherit the descriptor.
