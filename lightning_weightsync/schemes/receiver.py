@@ -10,20 +10,25 @@ A second small thread sends heartbeats, so that a long environment step is not t
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from lightning_weightsync.errors import LayoutMismatchError, StaleVersionError, WeightSyncError, WeightSyncTimeout
+from lightning_weightsync.schemes.extra_state import unpack
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.staging import StagedModel
-from lightning_weightsync.schemes.transaction import Transaction, check_newer
-from lightning_weightsync.transports.base import TransferFailed, TransportBackend
+from lightning_weightsync.schemes.transaction import Staged, Transaction, check_newer
+from lightning_weightsync.transports.base import ReceiverTransport, TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.rendezvous import StoreInfo, join
+from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver
 
 _NEVER = 365 * 86400.0
 
@@ -40,7 +45,7 @@ class Destination(Protocol):
         """Check the sender's backend and layout; raises ``WeightSyncError`` or ``LayoutMismatchError``."""
         ...
 
-    def open_transport(self, offer: Message, deadline: float) -> TransportBackend:
+    def open_transport(self, offer: Message, deadline: float) -> ReceiverTransport:
         """Meet the sender's transport."""
         ...
 
@@ -70,7 +75,7 @@ class ReceiverLink:
         self.cause: Exception | None = None
         self._destinations: dict[str, Destination] = {}
         self._offers: dict[str, Message] = {}
-        self._transports: dict[str, TransportBackend] = {}
+        self._transports: dict[str, ReceiverTransport] = {}
         self._channel: ControlChannel | None = None
         self._pending: Transaction | None = None
         self._refusal: Exception | None = None
@@ -211,6 +216,10 @@ class ReceiverLink:
             self._open(channel, message)
         elif message.kind == "push":
             self._push(channel, message)
+        elif message.kind == "slot":
+            self._learn_slot(message)
+        elif message.kind == "retire":
+            self._forget_slot(message)
         elif message.kind == "digest":
             destination = self._destinations.get(message["model_id"])
             with self.gate:
@@ -244,7 +253,8 @@ class ReceiverLink:
             channel.send("attach_failed", model_id=model_id, message=str(error))
         else:
             self._offers[model_id] = offer
-            channel.send("attached", model_id=model_id)
+            holds = destination.staged_model.holds_slot
+            channel.send("attached", model_id=model_id, local=channel.passes_descriptors, holds=holds)
 
     def _open(self, channel: ControlChannel, message: Message) -> None:
         model_id = message["model_id"]
@@ -256,23 +266,38 @@ class ReceiverLink:
             channel.close()
             raise ChannelClosed(f"the transport of {model_id!r} could not be opened: {error}") from error
 
+    def _learn_slot(self, message: Message) -> None:
+        transport = self._transports.get(message["model_id"])
+        if not isinstance(transport, SharedMemoryReceiver):
+            os.close(message.descriptor)
+            raise ChannelClosed(f"a slot came for {message['model_id']!r}, which has no shared memory")
+        try:
+            transport.learn(message["index"], message["nbytes"], message.descriptor)
+        except TransferFailed as error:
+            raise ChannelClosed(str(error)) from error
+
+    def _forget_slot(self, message: Message) -> None:
+        transport = self._transports.get(message["model_id"])
+        slot = transport.forget(message["index"]) if isinstance(transport, SharedMemoryReceiver) else None
+        if slot is not None:
+            self._destinations[message["model_id"]].staged_model.forget(slot)
+
     def _push(self, channel: ControlChannel, message: Message) -> None:
         run, version = message["run"], message["version"]
         deadline = time.monotonic() + message["budget"]
-        models = [self._model_of(entry) for entry in message["models"]]
-        push = Transaction(models, self.gate, run, version, deadline)
+        push = Transaction(self.gate, run, version, deadline)
         try:
-            for entry, model in zip(message["models"], models, strict=True):
-                # Received even if it is going to be refused: the next receive would get these bytes otherwise.
-                transport = self._transports[model.model_id]
-                transport.receive(model.staged, entry.get("ticket", {}), deadline)
+            # Taken in even if it is going to be refused: the next receive would get these bytes otherwise.
+            staged, extras = self._stage(message, deadline)
         except TransferFailed as error:
             push.abort(error)
             channel.close()
             raise ChannelClosed(f"the transfer of version {version} broke: {error}") from error
         try:
             check_newer((self.run, self.version), (run, version), initial=message["initial"])
-            push.staged()
+            push.stage(
+                [Staged(model, slot, unpack(extra)) for (model, slot), extra in zip(staged, extras, strict=True)]
+            )
             self._pending = push
             push.commit()
             if push.error is not None:  # aborted by a commit in another thread
@@ -291,8 +316,24 @@ class ReceiverLink:
         else:
             self.run, self.version = run, version
             channel.send("applied", run=run, version=version)
+            for model, slot in staged:
+                if model.holds_slot:
+                    self._transports[model.model_id].entered(slot)
         finally:
             self._pending = None
+
+    def _stage(self, message: Message, deadline: float) -> tuple[list[tuple[StagedModel, Tensor]], list[bytes]]:
+        staged: list[tuple[StagedModel, Tensor]] = []
+        extras: list[bytes] = []
+        start = 0
+        for entry in message["models"]:
+            model = self._model_of(entry)
+            slot = self._transports[model.model_id].stage(entry.get("ticket", {}), model.layout.nbytes, deadline)
+            staged.append((model, slot))
+            end = start + int(entry.get("extra", 0))
+            extras.append(message.blob[start:end])
+            start = end
+        return staged, extras
 
     def _model_of(self, entry: object) -> StagedModel:
         model_id = entry.get("model_id") if isinstance(entry, dict) else None

@@ -12,7 +12,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+from torch import Tensor
 
 from lightning_weightsync.errors import StaleVersionError, WeightSyncTimeout
 from lightning_weightsync.schemes.gate import Gate
@@ -28,19 +32,27 @@ class TransactionState(Enum):
     ABORTED = "aborted"
 
 
+@dataclass(frozen=True)
+class Staged:
+    """One model of a push: where its bytes are, and its extra state."""
+
+    model: StagedModel
+    slot: Tensor
+    extra: dict[str, Any]
+
+
 class Transaction:
     """One version of one or several models, on its way into one receiver.
 
     Args:
-        models: The destinations of this push.
         gate: Of the receiver's context.
         run: Run of the sender.
         version: Version of the push.
         deadline: On the monotonic clock, in seconds; nothing is applied after it.
     """
 
-    def __init__(self, models: Sequence[StagedModel], gate: Gate, run: int, version: int, deadline: float) -> None:
-        self.models = models
+    def __init__(self, gate: Gate, run: int, version: int, deadline: float) -> None:
+        self.staged: Sequence[Staged] = ()
         self.run = run
         self.version = version
         self.deadline = deadline
@@ -49,8 +61,9 @@ class Transaction:
         self._gate = gate
         self._committing = threading.Lock()
 
-    def staged(self) -> None:
+    def stage(self, staged: Sequence[Staged]) -> None:
         """Every byte of every model is in its slot."""
+        self.staged = staged
         self._move(TransactionState.STAGED)
 
     def abort(self, error: BaseException) -> None:
@@ -89,11 +102,11 @@ class Transaction:
         before = (self._gate.run, self._gate.version)
         touched: list[StagedModel] = []
         try:
-            for model in self.models:
-                touched.append(model)
-                model.apply(keep_backup=len(self.models) > 1)
+            for one in self.staged:
+                touched.append(one.model)
+                one.model.apply(one.slot, one.extra, keep_backup=len(self.staged) > 1)
             self._gate.run, self._gate.version = self.run, self.version
-            for model in self.models:
+            for model in touched:
                 for hook in model.applied_hooks:
                     hook(model.target, self.version)
         except BaseException:
@@ -101,8 +114,8 @@ class Transaction:
                 model.roll_back()
             self._gate.run, self._gate.version = before
             raise
-        for model in self.models:
-            model.forget_backup()
+        for model in touched:
+            model.keep()
 
     def _move(self, state: TransactionState) -> None:
         allowed = {

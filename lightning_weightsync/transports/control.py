@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -24,6 +26,9 @@ from typing import Any, NoReturn
 _HEADER = struct.Struct("!II")
 MAX_JSON = 64 << 20
 MAX_BLOB = 1 << 30
+_CARRIES_DESCRIPTOR = frozenset({"slot"})
+_MAX_DESCRIPTORS = 64
+_CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 Schema = Mapping[str, Mapping[str, type | tuple[type, ...]]]
 
@@ -31,14 +36,26 @@ LINK_MESSAGES: Schema = {
     "hello": {"worker_idx": int, "pid": int},
     "welcome": {"run": int, "version": int, "generation": int, "heartbeat_timeout": float},
     "refused": {"reason": str},
-    "attach": {"model_id": str, "layout": dict, "strict": bool, "backend": str, "transport": dict, "budget": float},
-    "attached": {"model_id": str},
+    "attach": {
+        "model_id": str,
+        "layout": dict,
+        "extra_keys": list,
+        "casts": bool,
+        "strict": bool,
+        "may_hold": bool,
+        "backend": str,
+        "transport": dict,
+        "budget": float,
+    },
+    "attached": {"model_id": str, "local": bool, "holds": bool},
     "mismatch": {"model_id": str, "message": str, "missing": list, "unexpected": list, "mismatched": dict},
     "attach_failed": {"model_id": str, "message": str},
     "open": {"model_id": str, "budget": float},
     "push": {"run": int, "version": int, "models": list, "budget": float, "initial": bool},
     "applied": {"run": int, "version": int},
     "failed": {"run": int, "version": int, "reason": str, "message": str, "traceback": str},
+    "slot": {"model_id": str, "index": int, "nbytes": int},  # with one descriptor
+    "retire": {"model_id": str, "index": int},
     "digest": {"model_id": str},
     "digested": {"model_id": str, "digest": str},
     "beat": {},
@@ -60,11 +77,12 @@ class ChannelTimeout(TimeoutError):
 
 @dataclass(frozen=True)
 class Message:
-    """One message: its kind, its checked fields, and an optional blob."""
+    """One message: its kind, its checked fields, an optional blob, and a file's descriptor if its kind carries one."""
 
     kind: str
     fields: Mapping[str, Any]
     blob: bytes = b""
+    descriptor: int = -1
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
@@ -86,6 +104,8 @@ class ControlChannel:
         self._schema = schema
         self._sending = threading.Lock()
         self._buffer = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._passes_descriptors = sock.family == socket.AF_UNIX
         self._closed = False
         self.last_heard = time.monotonic()
 
@@ -94,25 +114,51 @@ class ControlChannel:
         return self._sock.fileno()
 
     @property
+    def passes_descriptors(self) -> bool:
+        """Whether both ends are on one host, so that descriptors can be handed over."""
+        return self._passes_descriptors
+
+    @property
     def closed(self) -> bool:
         """Whether this end is closed."""
         return self._closed
 
-    def send(self, kind: str, blob: bytes = b"", *, deadline: float | None = None, **fields: Any) -> None:
+    def encode(self, kind: str, blob: bytes = b"", **fields: Any) -> bytes:
+        """The frame of one message, to be sent to several ends with ``send_frame``."""
+        self._check(kind, fields)
+        body = json.dumps({"kind": kind, **fields}).encode()
+        return _HEADER.pack(len(body), len(blob)) + body + blob
+
+    def send(
+        self, kind: str, blob: bytes = b"", *, deadline: float | None = None, descriptor: int = -1, **fields: Any
+    ) -> None:
         """Send one message; blocks while the other end does not read and the socket's buffer is full.
 
+        Args:
+            kind: One of the schema's.
+            blob: Bytes that go with it.
+            deadline: On the monotonic clock, in seconds.
+            descriptor: Of a file to hand over, with the kinds that carry one; needs a Unix socket.
+            **fields: As the schema says.
+
         Raises:
-            ChannelTimeout: The deadline (monotonic clock, seconds) passed. The frame may be half sent: give the
-                channel up.
+            ChannelTimeout: The deadline passed. The frame may be half sent: give the channel up.
             ChannelClosed: The connection is gone.
         """
-        body = json.dumps({"kind": kind, **fields}).encode()
-        self._check(kind, fields)
-        data = memoryview(_HEADER.pack(len(body), len(blob)) + body + blob)
+        self.send_frame(self.encode(kind, blob, **fields), deadline=deadline, descriptor=descriptor)
+
+    def send_frame(self, frame: bytes, *, deadline: float | None = None, descriptor: int = -1) -> None:
+        """Send an encoded frame; see ``send``."""
+        data = memoryview(frame)
         with self._sending:
             while data:
                 try:
-                    data = data[self._sock.send(data) :]
+                    if descriptor >= 0:
+                        sent = socket.send_fds(self._sock, [data], [descriptor])
+                        descriptor = -1
+                    else:
+                        sent = self._sock.send(data)
+                    data = data[sent:]
                 except BlockingIOError:
                     self._wait(write=True, deadline=deadline)
                 except (OSError, ValueError) as error:
@@ -154,7 +200,7 @@ class ControlChannel:
             return message
         while True:
             try:
-                data = self._sock.recv(1 << 16)
+                data = self._read()
             except BlockingIOError:
                 return None
             except (OSError, ValueError) as error:
@@ -167,6 +213,13 @@ class ControlChannel:
             if message is not None:
                 return message
 
+    def _read(self) -> bytes:
+        if not self._passes_descriptors:
+            return self._sock.recv(1 << 16)
+        data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC)
+        self._descriptors += descriptors
+        return data
+
     def feed(self, data: bytes) -> None:
         """Put bytes that were read from the socket before the channel took over in front of the next ones."""
         self._buffer += data
@@ -177,6 +230,8 @@ class ControlChannel:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
 
     def _wait(self, *, write: bool, deadline: float | None) -> None:
         try:
@@ -212,7 +267,12 @@ class ControlChannel:
             self._check(kind, fields)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             self._break(f"not a message: {error}")
-        return Message(kind, fields, blob)
+        descriptor = -1
+        if kind in _CARRIES_DESCRIPTOR:
+            if not self._descriptors:
+                self._break(f"message {kind!r} came without its descriptor")
+            descriptor = self._descriptors.popleft()
+        return Message(kind, fields, blob, descriptor)
 
     def _check(self, kind: str, fields: Mapping[str, Any]) -> None:
         expected = self._schema.get(kind)
