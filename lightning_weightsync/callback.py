@@ -2,7 +2,7 @@
 
     setup                      everything is validated; a group's interpreters are launched (stage "fit" only)
     on_sanity_check_start or   a group is connected: restored weights, the version of the checkpoint, before the first
-      on_train_start             batch is pulled (whichever hook comes first)
+      on_train_start             batch is pulled (whichever hook comes first); one that is connected is pushed to
     optimizer step             unit "optim_steps": counted, and pushed inside the batch when due
     on_train_batch_end         unit "batches": counted, and pushed when due; figures are logged
     on_train_end               pushed once more if anything was counted since the last push
@@ -17,17 +17,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDictBase
 from torch import nn
 
 from lightning_weightsync.cadence import Cadence, IntervalUnit, OptimizerStepCounter, owning_optimizers
-from lightning_weightsync.collectors.group import CollectorGroup
+from lightning_weightsync.collectors.group import GRACE_AFTER_FAILURE, CollectorGroup
 from lightning_weightsync.paths import PathError, resolve_first
 from lightning_weightsync.schemes.strategy import WeightStrategy
 
@@ -110,6 +112,7 @@ class UpdateWeights(pl.Callback):
         self._version = 0
         self._restored: tuple[int, int] | None = None
         self._launched = False
+        self._fit = _Fit()
         self._sources: dict[str, Any] = {}
         self._steps: OptimizerStepCounter | None = None
         self._push_seconds = 0.0
@@ -150,6 +153,7 @@ class UpdateWeights(pl.Callback):
         if stage != "fit":
             return
         self.trainer = trainer
+        self._fit = _Fit()
         self._check_map()
         try:
             self._resolve(trainer, pl_module)
@@ -177,6 +181,14 @@ class UpdateWeights(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Connect the group, with restored weights, before the first batch is pulled; start counting steps."""
         self._connect()
+        self._fit.pushes_before = self.num_pushes
+        unsized = trainer.num_training_batches == float("inf")
+        if unsized and self._group is not None and trainer.train_dataloader is self._group:
+            raise MisconfigurationException(
+                "Lightning prefetches from a loader without a length, so each batch would be collected before the one "
+                "before it is learned from: give the CollectorGroup batches_per_epoch (or the Trainer an int "
+                "limit_train_batches)"
+            )
         if self.interval_unit == "optim_steps":
             optimizers: list[Any] = list(trainer.optimizers)
             mapped = [s for s in self._sources.values() if isinstance(s, nn.Module)]
@@ -209,6 +221,7 @@ class UpdateWeights(pl.Callback):
     ) -> None:
         """Count the batch, push if that is due, log."""
         self._cadence.batch_ended()
+        self._fit.batches += 1
         if self.interval_unit == "batches" and self._cadence.due:
             self._push()
         figures = self._figures()
@@ -219,6 +232,8 @@ class UpdateWeights(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Last push, if anything was counted since the one before: the workers end with the final weights."""
         self._stop_counting()
+        if self._fit.batches and self.num_pushes == self._fit.pushes_before:
+            self._warn_of_no_push(pl_module)
         if self._cadence.pending:
             self._push()
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -234,11 +249,25 @@ class UpdateWeights(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The same after an exception, Ctrl-C or SIGTERM; never raises, so that other callbacks are cleaned up too."""
         try:
-            self._stop()
+            self._stop(GRACE_AFTER_FAILURE)
         except Exception:
             log.exception("stopping the collectors failed")
 
     # --- state ---------------------------------------------------------------------------------------------------
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Restore the group from where Lightning has saved it, as a loader's state.
+
+        Lightning itself loads that only into an epoch that was not finished, and never where the module has asked for
+        ``estimated_stepping_batches``. Where it does, it loads the same state a second time.
+        """
+        loop = (checkpoint.get("loops") or {}).get("fit_loop") or {}
+        states = [s for s in loop.get("state_dict", {}).get("combined_loader", ()) if CollectorGroup.is_state(s)]
+        group = self._group
+        if group is not None and group.running and not group.connected and len(states) == 1:
+            group.load_state_dict(states[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Run, version and counts: ints only. The group's own state is checkpointed by Lightning, as a loader's."""
@@ -254,7 +283,8 @@ class UpdateWeights(pl.Callback):
             self._group.restore_version(int(state_dict["run"]), int(state_dict["version"]))
 
     def __repr__(self) -> str:
-        to = self._group or type(self.collector or self.sender).__name__
+        target = self.collector if self.collector is not None else self.sender
+        to = target if self._group is not None else type(target).__name__
         every = f"{self.update_weights_interval} {self.interval_unit}"
         return f"{type(self).__name__}({to}, every {every}, {self.weight_update_map}, version={self.version})"
 
@@ -286,7 +316,13 @@ class UpdateWeights(pl.Callback):
         return {schemes[0]: weights} if len(schemes) == 1 else dict(weights)
 
     def _connect(self) -> None:
-        if self._group is not None and not self._group.connected:
+        """First push of this fit, once: a group that somebody else has connected may hold any weights."""
+        if self._group is None or self._fit.connected:
+            return
+        self._fit.connected = True
+        if self._group.connected:
+            self._push()
+        else:
             self._group.connect(self._weights())
 
     def _step_happened(self) -> None:
@@ -340,11 +376,33 @@ class UpdateWeights(pl.Callback):
             self._steps.remove()
             self._steps = None
 
-    def _stop(self) -> None:
+    def _warn_of_no_push(self, pl_module: pl.LightningModule) -> None:
+        counted = self._cadence.pending
+        if counted:
+            rank_zero_warn(
+                f"update_weights_interval={self.update_weights_interval} ({self.interval_unit}) is longer than this "
+                f"run of {counted}: its only push comes now, at its end, and every batch was made by the first weights"
+            )
+        else:
+            rank_zero_warn(
+                f"nothing was pushed: no optimizer step was counted in {self._fit.batches} batches; does "
+                f"{type(pl_module).__name__} step an optimizer that owns what is mapped, {self.weight_update_map}?"
+            )
+
+    def _stop(self, timeout: float = 10.0) -> None:
         self._stop_counting()
         if self._launched and self._group is not None:
             self._launched = False
-            self._group.shutdown()
+            self._group.shutdown(timeout)
+
+
+@dataclass
+class _Fit:
+    """What concerns one ``fit`` only."""
+
+    connected: bool = False
+    batches: int = 0
+    pushes_before: int = 0
 
 
 _IN_PROGRESS_BAR = ("version", "staleness_mean", "frames_per_sec", "episode_return")

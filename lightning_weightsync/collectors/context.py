@@ -72,6 +72,9 @@ class WorkerContext:
             version, batch = -1, next(batches, None)
         if batch is None:
             raise RuntimeError(f"the collector {type(self.collector).__name__} ended: it has to go on making batches")
+        # A copy of the container, not of the tensors: a collector may yield one TensorDict again and again, and a stamp
+        # that stayed in it would be taken for its own.
+        batch = batch.copy()
         for name, value in (("policy_version", version), ("worker_idx", self.worker_idx)):
             if name not in batch:
                 if value < 0:

@@ -21,10 +21,12 @@ from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.pool import Rollout, WorkerPool, WorkerState
 from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme
-from lightning_weightsync.schemes.staging import Weights
-from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.schemes.strategy import Weights
+from lightning_weightsync.transports.hub import LinkHub, PushHandle
 
 EPISODE_WINDOW = 100
+GRACE_AFTER_FAILURE = 2.0
+"""Seconds that workers get to end by themselves when the run has failed: nobody wants their batches any more."""
 
 
 class GroupState(Enum):
@@ -170,9 +172,9 @@ class CollectorGroup:
         if self._base_seed is None:
             self._base_seed = torch.initial_seed() if self.seed is None else self.seed
         try:
-            pool.connect(self.collector, self._seeds(self._base_seed), weights)
+            pool.connect(self.collector, self._seeds(self._base_seed), weights, self.look_around)
         except BaseException:
-            self.shutdown()
+            self.shutdown(GRACE_AFTER_FAILURE)
             raise
         self._sources = weights
         self._state = GroupState.RUNNING
@@ -239,11 +241,32 @@ class CollectorGroup:
             self.connect(pushed)
             return
         pool = self._running_pool()
-        if isinstance(pool, WorkerPool):
-            ids: Sequence[int] = pool.hub.check_ids(worker_ids)
-        else:
-            ids = []
-        pool.push(pushed, ids, timeout=max(self.weight_sync_schemes[name].timeout for name in pushed))
+        handle = pool.push(pushed, pool.check_ids(worker_ids), timeout=self._timeout(pushed))
+        if handle is not None:
+            handle.wait()
+
+    def send_async(self, weights_dict: Mapping[str, Weights | PerWorker] | None = None) -> PushHandle | None:
+        """Snapshot the weights as one version and return; a background thread delivers it. Blocks on no worker.
+
+        Args:
+            weights_dict: Weights for each destination; ``None`` reads again what was given to ``connect``.
+
+        Returns:
+            The handle, which tells what became of the push; ``None`` without worker processes, where it is applied at
+            once.
+
+        Raises:
+            LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
+            RuntimeError: The group is not connected.
+        """
+        if self._state is not GroupState.RUNNING:
+            raise RuntimeError(f"the group is {self._state.value}: connect it first")
+        pushed = self._destinations(None, None, self._sources if weights_dict is None else weights_dict)
+        pool = self._running_pool()
+        handle = pool.push(pushed, pool.check_ids(None), timeout=self._timeout(pushed), replaceable=True)
+        if handle is not None and self.hub is not None:
+            self.hub.dispatcher.run_in_background()
+        return handle
 
     def digest(self, model_id: str = "policy") -> dict[int, str]:
         """SHA-256 over each worker's live leaves, in layout order: ``worker_idx`` -> hexadecimal digits."""
@@ -356,13 +379,23 @@ class CollectorGroup:
         self.restore_version(int(state["run"]), int(state["version"]))
         self.frames = int(state["frames"])
         self._base_seed = None if state["seed"] is None else int(state["seed"])
-        self._incarnation = int(state["incarnation"]) + 1
+        self._incarnation = max(self._incarnation, int(state["incarnation"]) + 1)
         self._episodes = deque(((float(r), int(n)) for r, n in state["episodes"]), maxlen=EPISODE_WINDOW)
 
+    @classmethod
+    def is_state(cls, state: object) -> bool:
+        """Whether this is what a group's ``state_dict`` returns."""
+        keys = {"run", "version", "frames", "seed", "incarnation", "episodes"}
+        return isinstance(state, Mapping) and state.keys() == keys
+
     def restore_version(self, run: int, version: int) -> None:
-        """Go on after (run, version): in a newer run, never backwards. Idempotent; before ``connect``."""
+        """Go on after (run, version): in a newer run, never backwards, with other episodes. Idempotent.
+
+        Before ``connect``. It is all that a resumed run gets where the group is not the trainer's loader itself.
+        """
         if (run + 1, version) > (self._run, self._version):
             self._run, self._version = run + 1, version
+        self._incarnation = max(self._incarnation, run)  # each start makes both grow by one
 
     def __getstate__(self) -> dict[str, Any]:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
@@ -412,6 +445,9 @@ class CollectorGroup:
                 raise ValueError(f"no weights are given for {model_id!r}, and none were before")
             weights = self._sources[model_id]
         return {model_id: weights}
+
+    def _timeout(self, destinations: Mapping[str, object]) -> float:
+        return max(self.weight_sync_schemes[name].timeout for name in destinations)
 
     def _known(self, model_id: str) -> None:
         if model_id not in self.weight_sync_schemes:

@@ -7,6 +7,8 @@ random stream of its own: the trainer's is left as it was.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +20,14 @@ from lightning_weightsync.collectors.context import WorkerContext
 from lightning_weightsync.collectors.pool import Rollout, WorkerState
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme, is_per_worker
-from lightning_weightsync.schemes.staging import StagedModel, Weights
-from lightning_weightsync.schemes.transaction import Transaction
-from lightning_weightsync.transports.layout import WeightLayout
+from lightning_weightsync.schemes.extra_state import unpack
+from lightning_weightsync.schemes.source import Source
+from lightning_weightsync.schemes.staging import StagedModel
+from lightning_weightsync.schemes.strategy import Weights
+from lightning_weightsync.schemes.transaction import Staged, Transaction
+from lightning_weightsync.transports.slots import SlotPool
 
-_NEVER = float("inf")
+_NEVER = 365 * 86400.0  # seconds; the gate's condition variable takes no infinity
 
 
 class InlinePool:
@@ -39,15 +44,20 @@ class InlinePool:
         self.run = 1
         self.version = 0
         self.bytes_pushed = 0
+        self._pushing = threading.Lock()
         self._context: WorkerContext | None = None
-        self._models: dict[str, StagedModel] = {}
+        self._models: dict[str, tuple[Source, StagedModel, SlotPool]] = {}
         self._batches: Iterator[TensorDictBase] = iter(())
         self._random_state = torch.get_rng_state()
         self._frames = 0
         self._state = WorkerState.STARTING
 
     def connect(
-        self, factory: CollectorFactory, seeds: Sequence[int], weights: Mapping[str, Weights | PerWorker]
+        self,
+        factory: CollectorFactory,
+        seeds: Sequence[int],
+        weights: Mapping[str, Weights | PerWorker],
+        look_around: Callable[[], None],
     ) -> None:
         """Build the collector and give it the current weights."""
         with torch.random.fork_rng(devices=[]):
@@ -56,11 +66,23 @@ class InlinePool:
             self._random_state = torch.get_rng_state()
         for model_id, scheme in self.schemes.items():
             model = StagedModel(model_id, self._context.get_model(model_id), scheme.strategy, strict=scheme.strict)
-            model.bind(WeightLayout.of(scheme.strategy.leaves(_own(weights[model_id]))))
-            self._models[model_id] = model
-        self.push(weights, [], timeout=_NEVER, initial=True)
+            source = Source(model_id, _own(weights[model_id]), scheme.strategy, scheme.wire_dtype)
+            model.bind(source.layout, extra_keys=source.extra_keys, casts=scheme.wire_dtype is not None)
+            self._models[model_id] = (source, model, SlotPool(source.layout, 1, shared=False))
+        self.push(weights, [0], timeout=_NEVER, initial=True)
         self._batches = iter(self._context.collector)
         self._state = WorkerState.CONNECTED
+
+    def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
+        """The targeted indices: the one collector is worker 0.
+
+        Raises:
+            ValueError: Another one is named.
+        """
+        ids = [0] if worker_ids is None else [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+        if any(index != 0 for index in ids):
+            raise ValueError(f"worker_ids={worker_ids!r}: without worker processes there is only worker 0")
+        return ids
 
     def push(
         self,
@@ -69,18 +91,26 @@ class InlinePool:
         *,
         timeout: float,
         initial: bool = False,
+        replaceable: bool = False,
     ) -> None:
-        """One version of these destinations, applied at once."""
+        """One version of these destinations, applied by the calling thread."""
+        deadline = time.monotonic() + timeout
         context = self._built()
-        models = [self._models[model_id] for model_id in weights]
-        for model in models:
-            model.fill(_own(weights[model.model_id]))
-            self.bytes_pushed += model.layout.nbytes
-        if not initial:
-            self.version += 1
-        push = Transaction(models, context.gate, self.run, self.version, _NEVER)
-        push.staged()
-        push.commit()
+        with self._pushing:
+            staged = []
+            for model_id, given in weights.items():
+                source, model, slots = self._models[model_id]
+                slot = slots.try_acquire(self)
+                assert slot is not None  # there is one, and a push at a time
+                slots.release(slot, self)
+                extra = source.read(slot, _own(given))
+                staged.append(Staged(model, slot.memory, unpack(extra)))
+                self.bytes_pushed += slot.memory.numel()
+            if not initial:
+                self.version += 1
+            push = Transaction(context.gate, self.run, self.version, deadline)
+            push.stage(staged)
+            push.commit()
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
         """One batch, made here and now."""
@@ -99,7 +129,8 @@ class InlinePool:
 
     def digest(self, model_id: str) -> dict[int, str]:
         """SHA-256 over the collector's live leaves, as worker 0."""
-        return {0: self._models[model_id].digest()}
+        with self._pushing:
+            return {0: self._models[model_id][1].digest()}
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """What is known of the one collector, as worker 0."""

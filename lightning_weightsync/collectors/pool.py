@@ -7,6 +7,7 @@ stops them. Policy (when to push, when to iterate, what to log) is the group's b
 from __future__ import annotations
 
 import select
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +20,11 @@ from tensordict import TensorDict
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.process import WorkerProcess
 from lightning_weightsync.collectors.rollouts import BatchReader
-from lightning_weightsync.errors import WeightSyncError, WorkerDied, WorkerError
+from lightning_weightsync.errors import WeightSyncTimeout, WorkerDied, WorkerError
 from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme, is_per_worker, push_models
-from lightning_weightsync.schemes.staging import Weights
+from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.control import ChannelClosed, Message
-from lightning_weightsync.transports.hub import LinkHub, raise_failures
+from lightning_weightsync.transports.hub import LinkHub, PushHandle, raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
 
 _LOOK_AROUND_MS = 100
@@ -48,7 +49,7 @@ class Rollout:
     episodes: list[tuple[float, int]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     process: WorkerProcess
     reader: BatchReader
@@ -75,11 +76,13 @@ class WorkerPool:
         self.hub = LinkHub(
             num_workers,
             host=first.host if first is not None else "127.0.0.1",
+            local=any(scheme.wants_local for scheme in schemes.values()),
             connect_timeout=max(timeouts, default=None),
             heartbeat_timeout=max((s.heartbeat_timeout for s in schemes.values()), default=30.0),
             watcher=self,
         )
         self._workers: list[_Worker] = []
+        self._reading = threading.RLock()
         try:
             for model_id, scheme in schemes.items():
                 scheme.init_on_sender(model_id, context=self)
@@ -91,9 +94,19 @@ class WorkerPool:
             raise
 
     def connect(
-        self, factory: CollectorFactory, seeds: Sequence[int], weights: Mapping[str, Weights | PerWorker]
+        self,
+        factory: CollectorFactory,
+        seeds: Sequence[int],
+        weights: Mapping[str, Weights | PerWorker],
+        look_around: Callable[[], None],
     ) -> None:
         """Have every worker build its collector, and deliver the current version. Blocks until all have applied it.
+
+        Args:
+            factory: See ``CollectorFactory``.
+            seeds: One per worker.
+            weights: By destination.
+            look_around: Called about ten times a second while collectors are being built; may raise to give up.
 
         Raises:
             WorkerError: A factory raised; carries the worker's traceback.
@@ -116,14 +129,19 @@ class WorkerPool:
                 seed=seeds[index],
                 connect_timeout=float(self.hub.connect_timeout),
             )
+        self._await("built", deadline, look_around)
         if self.schemes:
             self.hub.accept(everybody, deadline)
             for model_id, scheme in self.schemes.items():
                 given = weights[model_id]
                 like = next(iter(given.values())) if is_per_worker(given) else given
                 scheme.attach(like, everybody, deadline)
-            self.push(weights, everybody, timeout=deadline - time.monotonic(), initial=True)
-        self._await("connected", deadline, lambda: None)
+            self.push(weights, everybody, timeout=deadline - time.monotonic(), initial=True).wait()
+        self._await("connected", deadline, look_around)
+
+    def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
+        """The targeted indices; raises ``ValueError`` for one that does not exist."""
+        return self.hub.check_ids(worker_ids)
 
     def push(
         self,
@@ -132,10 +150,11 @@ class WorkerPool:
         *,
         timeout: float,
         initial: bool = False,
-    ) -> None:
-        """One version of these destinations, to these workers; see ``push_models``."""
+        replaceable: bool = False,
+    ) -> PushHandle:
+        """Put one version of these destinations on its way to these workers; see ``push_models``."""
         given = {self.schemes[model_id]: value for model_id, value in weights.items()}
-        push_models(self.hub, given, worker_ids, timeout=timeout, initial=initial)
+        return push_models(self.hub, given, worker_ids, timeout=timeout, initial=initial, replaceable=replaceable)
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
         """One batch from every worker, in worker order; valid until the next call. Blocks on the slowest.
@@ -147,16 +166,16 @@ class WorkerPool:
             WorkerError: A worker's code raised; carries its traceback.
             WorkerDied: A worker's process ended.
         """
+        # If the last call was interrupted (Ctrl-C in a notebook), batches of old weights are still to come.
+        self._await("batch", None, look_around, [w for w in self._workers if w.state is WorkerState.COLLECTING])
         for index, worker in enumerate(self._workers):
-            self._send(index, worker, "collect", slot=0)
             worker.state = WorkerState.COLLECTING
+            self._send(index, worker, "collect", slot=0)
         rollouts = []
         for worker, message in zip(self._workers, self._await("batch", None, look_around), strict=True):
             worker.frames += message["frames"]
             episodes = [(float(value), int(length)) for value, length in message["episodes"]]
-            rollouts.append(
-                Rollout(worker.reader.read(message["slot"], message["schema"]), message["frames"], episodes)
-            )
+            rollouts.append(Rollout(worker.reader.read(message["slot"]), message["frames"], episodes))
         return rollouts
 
     def digest(self, model_id: str) -> dict[int, str]:
@@ -206,48 +225,69 @@ class WorkerPool:
         deadline = time.monotonic() + timeout
         for worker in self._workers:
             worker.process.ask_to_stop()
+        # Before they are waited for: a worker that is connecting waits for the sender, not for its parent.
+        for scheme in self.schemes.values():
+            scheme.shutdown()
+        self.hub.close()
         for worker in self._workers:
             worker.process.reap(max(0.0, deadline - time.monotonic()))
             if worker.state is not WorkerState.FAILED:
                 worker.state = WorkerState.STOPPED
-        for scheme in self.schemes.values():
-            scheme.shutdown()
-        self.hub.close()
 
-    def _await(self, kind: str, deadline: float | None, look_around: Callable[[], None]) -> list[Message]:
-        """One message of this kind from every worker."""
+    def _await(
+        self,
+        kind: str,
+        deadline: float | None,
+        look_around: Callable[[], None],
+        workers: Sequence[_Worker] | None = None,
+    ) -> list[Message]:
+        """One message of this kind from each of these workers; from every worker if none are named."""
+        started = time.monotonic()
+        awaited = {i: w for i, w in enumerate(self._workers) if workers is None or w in workers}
         poller = select.poll()
-        for worker in self._workers:
+        for worker in awaited.values():
             poller.register(worker.process.jobs.fileno(), select.POLLIN)
         got: dict[int, Message] = {}
         while True:
-            for index, worker in enumerate(self._workers):
+            for index, worker in awaited.items():
                 if index not in got:
                     self._read(index, worker)
                     wanted = next((m for m in worker.inbox if m.kind == kind), None)
                     if wanted is not None:
                         worker.inbox.clear()
-                        worker.state = WorkerState.CONNECTED
+                        if kind != "built":
+                            worker.state = WorkerState.CONNECTED
                         got[index] = wanted
                         poller.unregister(worker.process.jobs.fileno())
                     elif self.cause_of_death(index, 0.0) is not None:
                         self._raise_deaths(f"waiting for {kind!r}")
-            if len(got) == len(self._workers):
-                return [got[index] for index in range(len(self._workers))]
+            if len(got) == len(awaited):
+                return [got[index] for index in awaited]
             if deadline is not None and time.monotonic() > deadline:
-                late = sorted(set(range(len(self._workers))) - got.keys())
-                raise WeightSyncError(f"workers {late} did not say {kind!r} in time")
+                seconds = f"after {time.monotonic() - started:.1f} s"
+                late = {
+                    i: WeightSyncTimeout(f"worker {i} (pid {w.process.pid}) was still {w.state.value} {seconds}")
+                    for i, w in awaited.items()
+                    if i not in got
+                }
+                raise_failures(late, f"waiting for {kind!r}")
             look_around()
             poller.poll(_LOOK_AROUND_MS)
 
     def _read(self, index: int, worker: _Worker) -> None:
         """Take in what the worker has sent; an error it tells of, or the end of its channel, is its end."""
+        with self._reading:  # the thread that delivers pushes asks for causes of death too
+            self._take_in(index, worker)
+
+    def _take_in(self, index: int, worker: _Worker) -> None:
         try:
             while (message := worker.process.jobs.poll()) is not None:
                 if message.kind == "error":
                     self._fail(worker, _told(index, worker.process.pid, message))
                 elif message.kind != "booted":
                     worker.inbox.append(message)
+                if message.kind == "batch" and message["schema"]:
+                    worker.reader.open(message["schema"])
         except ChannelClosed as error:
             if worker.cause is None and worker.state is not WorkerState.STOPPED:
                 ended = worker.process.ended(0.5) or f"its job channel broke: {error}"

@@ -27,6 +27,7 @@ JOB_MESSAGES: Schema = {
     "stop": {},
     # worker to parent
     "booted": {},
+    "built": {},
     "connected": {},
     "batch": {"slot": int, "schema": dict, "frames": int, "episodes": list},
     "error": {"phase": str, "message": str, "traceback": str},

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from lightning_weightsync.schemes.strategy import write
@@ -44,6 +44,8 @@ class BatchWriter:
             ValueError: The batch has other keys, shapes or dtypes than the first one.
         """
         leaves = _leaves(batch)
+        if self._layout is not None and leaves.keys() == self._layout.by_name.keys():
+            leaves = {name: leaves[name] for name in self._layout.by_name}  # the order of keys may differ
         layout = WeightLayout.of(leaves, find_aliases=False)
         if self._layout is None:
             self._layout, self._batch_size = layout, list(batch.batch_size)
@@ -67,20 +69,17 @@ class BatchReader:
         self._descriptor = descriptor
         self._batches: list[TensorDict] = []
 
-    def read(self, slot: int, schema: Mapping[str, Any]) -> TensorDict:
-        """The batch in a slot as views into shared memory, valid until the slot is given back.
+    def open(self, schema: Mapping[str, Any]) -> None:
+        """Map the slots, as the schema that came with the first batch says."""
+        layout = WeightLayout.from_json(schema["layout"])
+        names = [tuple(leaf.name.split(".")) for leaf in layout.leaves]
+        self._batches = [
+            TensorDict(dict(zip(names, views, strict=True)), batch_size=schema["batch_size"])
+            for views in _map_slots(self._descriptor, layout)
+        ]
 
-        Args:
-            slot: Which one the worker has filled.
-            schema: What came with the message; not empty the first time.
-        """
-        if schema:
-            layout = WeightLayout.from_json(schema["layout"])
-            names = [tuple(leaf.name.split(".")) for leaf in layout.leaves]
-            self._batches = [
-                TensorDict(dict(zip(names, views, strict=True)), batch_size=schema["batch_size"])
-                for views in _map_slots(self._descriptor, layout)
-            ]
+    def read(self, slot: int) -> TensorDict:
+        """The batch in a slot as views into shared memory, valid until the slot is given back."""
         return self._batches[slot]
 
 
@@ -92,7 +91,8 @@ def _map_slots(descriptor: int, layout: WeightLayout) -> list[list[Tensor]]:
 
 def _leaves(batch: TensorDictBase) -> dict[str, Tensor]:
     leaves: dict[str, Tensor] = {}
-    for key, leaf in batch.items(include_nested=True, leaves_only=True):
+    # By default items() passes over what is no tensor without a word.
+    for key, leaf in batch.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
         path = (key,) if isinstance(key, str) else key
         if not isinstance(leaf, Tensor):
             raise TypeError(f"a batch holds tensors only; {'.'.join(path)!r} is {type(leaf).__name__}")
@@ -111,6 +111,4 @@ def _difference(first: WeightLayout, now: WeightLayout, first_size: list[int], n
     ]
     if first_size != now_size:
         lines.insert(0, f"batch size {first_size} in the first batch, {now_size} now")
-    return "every batch of a collector has the shape of its first one; " + (
-        "; ".join(lines) or "the keys' order changed"
-    )
+    return f"every batch of a collector has the shape of its first one; {'; '.join(lines)}"

@@ -63,6 +63,7 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
         factory, schemes, info = _unpack(job)
         collector = factory(worker_idx=job["worker_idx"], seed=job["seed"])
         context = WorkerContext(collector, job["worker_idx"], info)
+        jobs.send("built")
         phase = "connect"
         if schemes:
             context.connect(schemes, job["connect_timeout"])

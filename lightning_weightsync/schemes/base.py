@@ -27,7 +27,7 @@ from lightning_weightsync.schemes.receiver import ReceiverLink, layout_of_offer
 from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import StrategyName, Weights, WeightStrategy, nested
-from lightning_weightsync.transports.base import ReceiverTransport, SenderTransport
+from lightning_weightsync.transports.base import ReceiverTransport, SenderTransport, TransferFailed
 from lightning_weightsync.transports.control import Message
 from lightning_weightsync.transports.hub import LinkHub, Payload, PushHandle, raise_failures
 from lightning_weightsync.transports.link import WorkerLink
@@ -259,15 +259,26 @@ class WeightSyncScheme(ABC):
             self._reader = reader
             self._pool = SlotPool(reader.layout, max_slots, shared=any(self.shares(hub.links[i]) for i in worker_ids))
             self._pool.prefault(2)
-            for index in worker_ids:
-                link = hub.links[index]
+
+            def open_transport(link: WorkerLink) -> None:
                 budget = float(deadline - time.monotonic())
                 link.channel.send("open", model_id=model_id, budget=budget, deadline=deadline)
+
+            phase = f"opening the transport of {model_id!r}"
+            opened = hub.ask(worker_ids, open_transport, {"opening"}, phase=phase, deadline=deadline)
+            raise_failures(opened.failed, phase)
+            for index in worker_ids:
+                link = hub.links[index]
                 holds = bool(answers.replies[index]["holds"])
                 transport = self.create_transport(link=link, offer=transport_offer(link), holds=holds)
                 if transport is not self.shared_transport:
                     link.when_ended(transport.close)
-                transport.connect(deadline)
+                started = time.monotonic()
+                try:
+                    transport.connect(deadline)
+                except TransferFailed as error:
+                    cause = hub.lose(link, phase, time.monotonic() - started, error)
+                    raise_failures({index: cause}, phase)
                 self._transports[index] = transport
 
     def snapshot(self, weights: Weights | None, holder: object, deadline: float) -> tuple[Slot, bytes]:
@@ -411,10 +422,9 @@ class WeightSyncScheme(ABC):
             may_hold=offer["may_hold"],
         )
 
-    def open_transport(self, offer: Message, deadline: float) -> ReceiverTransport:
-        """Meet the sender's transport; see ``schemes.receiver.Destination``."""
+    def make_transport(self, offer: Message) -> ReceiverTransport:
+        """This side's end of the offered transport; see ``schemes.receiver.Destination``."""
         transport: ReceiverTransport = self.create_transport(offer=offer["transport"])
-        transport.connect(deadline)
         self._receiver_transport = transport
         return transport
 
@@ -506,7 +516,9 @@ class WeightSyncScheme(ABC):
 
     @abstractmethod
     def create_transport(self, **kwargs: Any) -> Any:
-        """A ``SenderTransport`` (given ``link``, ``offer`` and ``holds``), or a ``ReceiverTransport`` (given ``offer``)."""
+        """A ``SenderTransport`` (given ``link``, ``offer`` and ``holds``), or a ``ReceiverTransport`` (given
+        ``offer``).
+        """
 
     @abstractmethod
     def shares(self, link: WorkerLink) -> bool:
@@ -726,6 +738,7 @@ def push_models(
     holder = _Snapshot()
     taken: list[tuple[WeightSyncScheme, Slot]] = []
     with hub.pushing:
+        hub.check_open()
         try:
             payloads: dict[int, list[Payload]] = {index: [] for index in worker_ids}
             failed: dict[int, Exception] = {}

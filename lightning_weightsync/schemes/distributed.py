@@ -145,7 +145,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
                 self.backend,
                 RECEIVER_RANK,
                 lambda seconds: remote_store(offer["host"], offer["port"], offer["prefix"], seconds),
-                self.host,
+                self._receiver_link().local_host or offer["host"],  # not `self.host`: that is the sender's
             )
         if offer["shared"]:
             if self._shared is None:

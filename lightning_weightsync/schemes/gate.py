@@ -1,8 +1,9 @@
 """The gate: when may weights switch? Policy calls share it, a switch holds it alone.
 
 It is a readers-writer lock in which a waiting switch has priority over *new* readers, while a thread that is already
-inside may enter again; so neither side starves and no thread deadlocks with itself. It also carries the version in
-force, which changes only while the gate is held alone: whoever holds the gate can trust ``gate.version``.
+inside may enter again, and readers that one switch has held back go before the next; so neither side starves and no
+thread deadlocks with itself. It also carries the version in force, which changes only while the gate is held alone:
+whoever holds the gate can trust ``gate.version``.
 
 Do not hold it while waiting for anything that depends on a push, and never across ``await``.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lightning_weightsync.errors import WeightSyncTimeout
+
+_LOOK_AROUND = 0.1
 
 
 @dataclass
@@ -46,9 +49,12 @@ class Gate:
         self._writer: int | None = None
         self._writer_reentries = 0
         self._waiting_writers = 0
+        self._waiting_readers = 0
+        self._due_readers = 0  # of the waiting ones, those that a switch has held back already
+        self._switches = 0
 
     def __enter__(self) -> Gate:
-        """Enter shared. Blocks while a switch is in progress or waits, unless this thread is already inside."""
+        """Enter shared. Blocks for one switch that is in progress or waits, unless this thread is already inside."""
         me = threading.get_ident()
         with self._changed:
             if self._writer == me:
@@ -58,8 +64,8 @@ class Gate:
             if mine is not None:
                 mine.depth += 1
                 return self
-            while self._writer is not None or self._waiting_writers:
-                self._changed.wait()
+            if self._writer is not None or self._waiting_writers:
+                self._let_a_switch_pass()
             self._readers[me] = _Reader(threading.current_thread().name, time.monotonic())
         return self
 
@@ -96,13 +102,14 @@ class Gate:
             return me in self._readers or self._writer == me
 
     @contextmanager
-    def alone(self, deadline: float | None = None) -> Iterator[None]:
+    def alone(self, deadline: float | None = None, check: Callable[[], None] | None = None) -> Iterator[None]:
         """Hold the gate alone: the calling thread waits until every reader has left, and new ones wait for it.
 
         The holder may still enter shared (an applied hook may call the policy).
 
         Args:
             deadline: On the monotonic clock, in seconds; ``None`` waits for ever.
+            check: Called about ten times a second while waiting; may raise to give up.
 
         Raises:
             RuntimeError: The calling thread is inside the gate already; it would wait for itself.
@@ -114,10 +121,13 @@ class Gate:
                 raise RuntimeError("weights cannot be switched from inside the gate: leave `with gate:` first")
             self._waiting_writers += 1
             try:
-                while self._writer is not None or self._readers:
-                    remaining = None if deadline is None else deadline - time.monotonic()
+                while self._writer is not None or self._readers or self._due_readers:
+                    remaining = None if deadline is None else min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                     if remaining is not None and remaining <= 0:
                         raise WeightSyncTimeout(f"the gate was not free before the push's deadline: {self._holders()}")
+                    if check is not None:
+                        check()
+                        remaining = _LOOK_AROUND if remaining is None else min(remaining, _LOOK_AROUND)
                     self._changed.wait(remaining)
                 self._writer = me
             finally:
@@ -130,6 +140,20 @@ class Gate:
             with self._changed:
                 self._writer = None
                 self._writer_reentries = 0
+                self._switches += 1
+                self._due_readers = self._waiting_readers
+                self._changed.notify_all()
+
+    def _let_a_switch_pass(self) -> None:
+        before = self._switches
+        self._waiting_readers += 1
+        try:
+            while self._writer is not None or (self._waiting_writers and self._switches == before):
+                self._changed.wait()
+        finally:
+            self._waiting_readers -= 1
+            if self._switches != before:
+                self._due_readers -= 1
                 self._changed.notify_all()
 
     def _holders(self) -> str:

@@ -10,7 +10,9 @@ A second small thread sends heartbeats, so that a long environment step is not t
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import threading
 import time
 import traceback
@@ -45,8 +47,8 @@ class Destination(Protocol):
         """Check the sender's backend and layout; raises ``WeightSyncError`` or ``LayoutMismatchError``."""
         ...
 
-    def open_transport(self, offer: Message, deadline: float) -> ReceiverTransport:
-        """Meet the sender's transport."""
+    def make_transport(self, offer: Message) -> ReceiverTransport:
+        """This side's end of the transport that the sender has offered; it is connected later."""
         ...
 
 
@@ -76,6 +78,7 @@ class ReceiverLink:
         self._destinations: dict[str, Destination] = {}
         self._offers: dict[str, Message] = {}
         self._transports: dict[str, ReceiverTransport] = {}
+        self._joining: socket.socket | None = None
         self._channel: ControlChannel | None = None
         self._pending: Transaction | None = None
         self._refusal: Exception | None = None
@@ -95,14 +98,11 @@ class ReceiverLink:
             WeightSyncTimeout: The deadline (monotonic clock, seconds) passed first.
             WeightSyncError: The sender refused this worker, went away, or gave up on its own account.
         """
-        if self._channel is None:
-            self._channel, welcome = join(self.info, self.worker_idx, deadline)
-            self.generation = welcome["generation"]
-            self._spawn(self._beat, "heartbeat", float(welcome["heartbeat_timeout"]))
+        channel = self._channel or self._join(deadline)
         started = time.monotonic()
         try:
             while self.version < 0:
-                self._serve(self._channel.receive(deadline))
+                self._serve(channel.receive(deadline))
                 if self._refusal is not None:
                     raise self._refusal
         except ChannelTimeout as error:
@@ -116,8 +116,8 @@ class ReceiverLink:
             raise WeightSyncError(
                 f"worker {self.worker_idx}: the sender gave up connecting (phase: connect): {error}"
             ) from error
-        except WeightSyncError as error:
-            self.end(error)
+        except BaseException as error:
+            self.end(error if isinstance(error, Exception) else None)
             raise
 
     def start_service(self) -> None:
@@ -161,7 +161,15 @@ class ReceiverLink:
         if self.gate.inside:
             raise RuntimeError("weights cannot be switched from inside the gate: leave `with gate:` first")
         pending = self._pending
-        return pending is not None and pending.commit()
+        try:
+            return pending is not None and pending.commit()
+        except ChannelClosed:  # called off by the sender; the background thread ends the link
+            return False
+
+    def check_wanted(self) -> None:
+        """See ``schemes.transaction.Origin``: a sender that gives a push up closes the link, and so does ``end``."""
+        if self._channel is not None:
+            self._channel.check_open()
 
     def end(self, cause: Exception | None = None) -> None:
         """Close the channel and every transport; both threads leave. Idempotent, does not block on the sender."""
@@ -173,11 +181,41 @@ class ReceiverLink:
         self._ended.set()
         if self._channel is not None:
             self._channel.close()
+        elif self._joining is not None:
+            with contextlib.suppress(OSError):
+                self._joining.shutdown(socket.SHUT_RDWR)
         for transport in self._transports.values():
             transport.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(0.9)
+
+    @property
+    def local_host(self) -> str | None:
+        """Address of this worker's interface to its sender; ``None`` if they are connected by a Unix socket."""
+        return self._open_channel().local_host
+
+    def _join(self, deadline: float) -> ControlChannel:
+        def hold(sock: socket.socket) -> None:
+            with self._ending:
+                self._joining = sock
+                if self.closed:
+                    raise ChannelClosed("this end was shut down")
+
+        try:
+            channel, welcome = join(self.info, self.worker_idx, deadline, hold)
+        except WeightSyncError as error:
+            if self.closed:
+                raise WeightSyncError(f"worker {self.worker_idx} was shut down while it connected") from error
+            raise
+        with self._ending:
+            if self.closed:
+                channel.close()
+                raise WeightSyncError(f"worker {self.worker_idx} was shut down while it connected")
+            self._channel = channel
+        self.generation = welcome["generation"]
+        self._spawn(self._beat, "heartbeat", channel, float(welcome["heartbeat_timeout"]))
+        return channel
 
     def _open_channel(self) -> ControlChannel:
         if self._channel is None or self.closed:
@@ -191,8 +229,7 @@ class ReceiverLink:
         self._threads.append(thread)
         thread.start()
 
-    def _beat(self, heartbeat_timeout: float) -> None:
-        channel = self._open_channel()
+    def _beat(self, channel: ControlChannel, heartbeat_timeout: float) -> None:
         while not self._ended.wait(min(5.0, heartbeat_timeout / 4)):
             try:
                 channel.try_send("beat")
@@ -258,10 +295,14 @@ class ReceiverLink:
 
     def _open(self, channel: ControlChannel, message: Message) -> None:
         model_id = message["model_id"]
+        deadline = time.monotonic() + message["budget"]
         try:
-            self._transports[model_id] = self._destinations[model_id].open_transport(
-                self._offers[model_id], time.monotonic() + message["budget"]
-            )
+            transport = self._destinations[model_id].make_transport(self._offers[model_id])
+            self._transports[model_id] = transport
+            # Nothing interrupts gloo while two ends meet: each begins when it knows that the other is there.
+            channel.check_open()
+            channel.send("opening", model_id=model_id)
+            transport.connect(deadline)
         except (TransferFailed, KeyError) as error:
             channel.close()
             raise ChannelClosed(f"the transport of {model_id!r} could not be opened: {error}") from error
@@ -285,7 +326,7 @@ class ReceiverLink:
     def _push(self, channel: ControlChannel, message: Message) -> None:
         run, version = message["run"], message["version"]
         deadline = time.monotonic() + message["budget"]
-        push = Transaction(self.gate, run, version, deadline)
+        push = Transaction(self.gate, run, version, deadline, origin=self)
         try:
             # Taken in even if it is going to be refused: the next receive would get these bytes otherwise.
             staged, extras = self._stage(message, deadline)
@@ -305,6 +346,8 @@ class ReceiverLink:
         except Exception as error:
             if push.error is None:
                 push.abort(error)
+            if isinstance(error, ChannelClosed):
+                raise
             channel.send(
                 "failed",
                 run=run,
@@ -314,7 +357,6 @@ class ReceiverLink:
                 traceback="".join(traceback.format_exception(error)),
             )
         else:
-            self.run, self.version = run, version
             channel.send("applied", run=run, version=version)
             for model, slot in staged:
                 if model.holds_slot:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from lightning_weightsync.errors import LayoutMismatchError
 from lightning_weightsync.schemes.extra_state import pack, stateful_parts
 from lightning_weightsync.schemes.leaves import Leaves
-from lightning_weightsync.schemes.strategy import Weights, WeightStrategy, mismatch_text, non_persistent, write
+from lightning_weightsync.schemes.strategy import (
+    Weights,
+    WeightStrategy,
+    mismatch_text,
+    non_persistent,
+    same_values,
+    write,
+)
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.slots import Slot
 
@@ -40,8 +47,6 @@ class Source:
         self._strategy = strategy
         self._leaves = Leaves(weights, strategy)
         self._extra_parts = stateful_parts(weights)
-        for name, leaf in self._leaves.tensors.items():
-            _refuse_emptied(name, leaf)
         self._layout_here = WeightLayout.of(self._leaves.tensors)
         self.layout = self._layout_here if wire_dtype is None else self._layout_here.cast(wire_dtype)
         self.extra_keys = sorted(self._extra_parts)
@@ -93,7 +98,7 @@ class Source:
         """Leaves that travel as one must still be one, or at least equal."""
         for alias, name in self.layout.aliases.items():
             one, other = leaves[name], leaves[alias]
-            if one is not other and one.data_ptr() != other.data_ptr() and not torch.equal(one, other):
+            if one is not other and one.data_ptr() != other.data_ptr() and not same_values(one, other):
                 self._raise([], [], {alias: f"was tied to {name} when the two sides connected, and is not any more"})
 
     def _raise(self, missing: list[str], unexpected: list[str], mismatched: dict[str, str]) -> NoReturn:
@@ -103,12 +108,4 @@ class Source:
             missing=missing,
             unexpected=unexpected,
             mismatched=mismatched,
-        )
-
-
-def _refuse_emptied(name: str, leaf: Tensor) -> None:
-    """A sharding engine leaves empty tensors behind (ZeRO-3 marks them with ``ds_id``): they are no weights to send."""
-    if leaf.numel() == 0 and hasattr(leaf, "ds_id"):
-        raise ValueError(
-            f"parameter {name} was emptied by a sharding engine (it has ds_id): gather it before it is synced"
         )

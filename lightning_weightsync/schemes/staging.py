@@ -11,6 +11,7 @@ written by nobody's ``load_state_dict``. Views of a switched leaf that were take
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Collection
@@ -25,6 +26,8 @@ from lightning_weightsync.schemes.leaves import Leaves
 from lightning_weightsync.schemes.strategy import (
     Weights,
     WeightStrategy,
+    clean_name,
+    load_state,
     mismatch_text,
     nested,
     non_persistent,
@@ -106,7 +109,7 @@ class StagedModel:
         self.strict = self.strict if strict is None else strict and self.strict
         self._may_switch = self._may_switch and may_hold
         self._extra_keys = sorted(extra_keys)
-        self._find_leaves(layout)
+        self._leaves = self._find_leaves(layout)
         self.layout = layout
 
     def apply(self, slot: Tensor, extra: dict[str, Any], *, keep_backup: bool) -> None:
@@ -120,10 +123,15 @@ class StagedModel:
         started = time.perf_counter()
         self._undo = []
         if self._leaves is None or self._leaves.stale() or self._must_copy_now():
-            self._find_leaves(self.layout)
+            # `self.mean = new_mean` has put another tensor in the place of a buffer, for example.
+            self._leaves = self._find_leaves(self.layout)
         keep_backup = keep_backup or bool(self.applied_hooks) or bool(self._extra_parts)
         if self.strategy.extract_as == "state_dict" and isinstance(self.target, nn.Module):
-            self._load_state_dict(slot)
+            views, named = self.layout.views(slot), self.layout.by_name
+            self._undo.append(_remember(self.target))
+            load_state(
+                self.target, {n: views[named[n].name] for n in self._leaves.tensors if n in named}, strict=self.strict
+            )
         else:
             switch_to, copy_from = self._views_of(slot)
             if keep_backup:
@@ -159,7 +167,7 @@ class StagedModel:
         """A copy of the live leaves as a nested TensorDict."""
         return nested({name: leaf.detach().clone() for name, leaf in self.strategy.leaves(self.target).items()})
 
-    def _find_leaves(self, layout: WeightLayout) -> None:
+    def _find_leaves(self, layout: WeightLayout) -> Leaves:
         """Match the live leaves with the layout's, and sort them into switched and copied ones."""
         leaves = Leaves(self.target, self.strategy)
         live = leaves.tensors
@@ -177,17 +185,23 @@ class StagedModel:
             for name, leaf in offered.items()
             if name in live and not self._fits(leaf, live[name])
         }
-        mismatched |= _untied({name: live[name] for name in offered if name in live}, layout)
-        if missing or unexpected or mismatched or (live and not offered):
+        common = {name: live[name] for name in offered if name in live}
+        mismatched |= _untied(common, layout)
+        mismatched |= {
+            name: "cannot be written in place: its elements share memory"
+            for name, tensor in common.items()
+            if _overlaps(tensor)
+        }
+        if missing or unexpected or mismatched or not offered:
+            what = f"{self.model_id!r} differs between sender and receiver"
+            if not offered:
+                what += "; no leaf in common"
             raise LayoutMismatchError(
-                mismatch_text(
-                    f"{self.model_id!r} differs between sender and receiver", missing, unexpected, mismatched
-                ),
+                mismatch_text(what, missing, unexpected, mismatched),
                 missing=missing,
                 unexpected=unexpected,
                 mismatched=mismatched,
             )
-        self._leaves = leaves
         self._extra_parts = {key: part for key, part in parts.items() if key in self._extra_keys}
         self._views = {}
         before = {id(leaf) for leaf, _ in self._switched}
@@ -198,6 +212,7 @@ class StagedModel:
                 seen.add(id(live[name]))
                 switchable = self._may_switch and _is_switchable(live[name], offered[name], ours=before)
                 (self._switched if switchable else self._copied).append((live[name], offered[name].name))
+        return leaves
 
     def _fits(self, leaf: Leaf, live: Tensor) -> bool:
         if leaf.shape != tuple(live.shape):
@@ -229,15 +244,6 @@ class StagedModel:
 
         self._undo.append(restore)
 
-    def _load_state_dict(self, slot: Tensor) -> None:
-        assert isinstance(self.target, nn.Module) and self._leaves is not None
-        views, named = self.layout.views(slot), self.layout.by_name
-        live = self._leaves.tensors
-        before = {name: leaf.detach().clone() for name, leaf in live.items()}
-        target = unwrap(self.target)
-        self._undo.append(lambda: write(list(live.values()), list(before.values())))
-        target.load_state_dict({n: views[named[n].name] for n in live if n in named}, strict=False)
-
 
 def _is_switchable(tensor: Tensor, leaf: Leaf, ours: Collection[int]) -> bool:
     if not isinstance(tensor, nn.Parameter) or not tensor.is_cpu or tensor.grad is not None or tensor.is_inference():
@@ -247,6 +253,38 @@ def _is_switchable(tensor: Tensor, leaf: Leaf, ours: Collection[int]) -> bool:
     whole = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     # A leaf that was switched before views a part of a slot, and is as good as whole.
     return id(tensor) in ours or (whole and not tensor.is_shared())  # type: ignore[no-untyped-call]
+
+
+def _remember(module: nn.Module) -> Callable[[], None]:
+    """What puts a module back into the state that it is in now, if loading another one fails half-way or later."""
+    module = unwrap(module)
+    state = {clean_name(key): value.detach().clone() for key, value in module.state_dict().items() if _is_tensor(value)}
+    tensors: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+        (registry, name, tensor, tensor.detach().clone())
+        for part in module.modules()
+        for registry in (part._parameters, part._buffers)
+        for name, tensor in registry.items()
+        if tensor is not None
+    ]
+
+    def put_back() -> None:
+        # Through its own hooks first, for what it derives from its tensors; they may be what failed, or not invertible.
+        with contextlib.suppress(Exception):
+            load_state(module, state, strict=True)
+        for registry, name, tensor, _ in tensors:
+            registry[name] = tensor
+        write([tensor for _, _, tensor, _ in tensors], [value for _, _, _, value in tensors])
+
+    return put_back
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)  # an extra state is any object
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether several elements lie at one address, as in an expanded tensor."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _restore_extra(part: nn.Module) -> Callable[[], None]:

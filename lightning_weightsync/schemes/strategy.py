@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_weightsync.errors import LayoutMismatchError
+from lightning_weightsync.transports.layout import WeightLayout, digest_of
 
 StrategyName = Literal["tensordict", "state_dict"]
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
 """What a push can be given: a module, a TensorDict, or a flat or nested dict of tensors."""
 
-_COMPILED_PREFIX = "_orig_mod."
+_COMPILED = "_orig_mod"
 
 
 class WeightStrategy:
@@ -41,7 +42,8 @@ class WeightStrategy:
 
         Raises:
             TypeError: The source is none of the above, or holds something that is no tensor; names it.
-            ValueError: A module has parameters that are not initialised yet.
+            ValueError: A module has parameters that are not initialised yet or were emptied by a sharding engine, or
+                two leaves of a dict have one name.
         """
         if isinstance(source, nn.Module):
             module = unwrap(source)
@@ -52,7 +54,13 @@ class WeightStrategy:
             pairs = _mapping_leaves(source, "")
         else:
             raise TypeError(f"weights are an nn.Module, a TensorDict or a dict of tensors, not {type(source).__name__}")
-        return {name.replace(_COMPILED_PREFIX, ""): tensor for name, tensor in pairs}
+        leaves: dict[str, Tensor] = {}
+        for raw_name, tensor in pairs:
+            name = clean_name(raw_name)
+            if name in leaves:
+                raise ValueError(f"weights: two leaves have the name {name!r}")
+            leaves[name] = tensor
+        return leaves
 
     def extract_weights(self, source: Weights) -> TensorDict | dict[str, Tensor]:
         """References to the leaves: a nested TensorDict (``"tensordict"``) or a flat dict (``"state_dict"``)."""
@@ -73,6 +81,9 @@ class WeightStrategy:
             for name in target
             if name in source and _describe(source[name]) != _describe(target[name])
         }
+        for alias, name in WeightLayout.of(target).aliases.items():
+            if alias in source and name in source and not same_values(source[alias], source[name]):
+                mismatched[alias] = f"tied to {name} in the model, and given another value"
         if missing or unexpected or mismatched:
             raise LayoutMismatchError(
                 mismatch_text("the weights do not fit the model", missing, unexpected, mismatched),
@@ -80,7 +91,10 @@ class WeightStrategy:
                 unexpected=unexpected,
                 mismatched=mismatched,
             )
-        write(list(target.values()), [source[name] for name in target])
+        if self.extract_as == "state_dict":
+            load_state(destination, source, strict=True)
+        else:
+            write(list(target.values()), [source[name] for name in target])
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -97,7 +111,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 def non_persistent(module: nn.Module) -> set[str]:
     """Names of the buffers that ``state_dict()`` leaves out, and so do we."""
     return {
-        f"{prefix}{name}".replace(_COMPILED_PREFIX, "")
+        clean_name(f"{prefix}{name}")
         for prefix, part in module_parts(unwrap(module))
         for name in part._non_persistent_buffers_set
     }
@@ -119,11 +133,36 @@ def nested(leaves: Mapping[str, Tensor]) -> TensorDict:
     return TensorDict({tuple(name.split(".")): leaf for name, leaf in leaves.items()}, batch_size=[])
 
 
+def clean_name(name: str) -> str:
+    """A leaf's name without the parts that ``torch.compile`` puts in."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit (NaNs too), in dtype and in shape."""
+    return _describe(one) == _describe(other) and digest_of([one]) == digest_of([other])
+
+
 def write(targets: list[Tensor], values: list[Tensor]) -> None:
-    """Copy values into tensors in place, without a trace for autograd."""
+    """Copy values into tensors in place, without a trace for autograd.
+
+    Their version counters go up: a backward pass that needs the old values raises, and is not silently wrong.
+    """
     if targets:
-        with torch.no_grad():
+        with torch.inference_mode():  # no_grad may not write to a model that was built in inference mode
             torch._foreach_copy_(targets, values)
+
+
+def load_state(module: nn.Module, values: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Have a module load copies of these leaves in its own way: it may keep or change what it is given."""
+    module = unwrap(module)
+    state = module.state_dict()  # for its keys, and its metadata: without them a module takes it for an older format
+    for key in list(state):
+        if clean_name(key) in values:
+            state[key] = values[clean_name(key)].detach().clone()
+        elif not is_extra_state(key):  # carried apart from the tensors: the module keeps its own
+            del state[key]
+    module.load_state_dict(state, strict=strict)
 
 
 def mismatch_text(what: str, missing: list[str], unexpected: list[str], mismatched: Mapping[str, str]) -> str:
@@ -145,6 +184,11 @@ def _module_leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if is_lazy(tensor):
                 raise ValueError(
                     f"parameter {prefix}{name} is not initialised yet: call the module once before it is synced"
+                )
+            if hasattr(tensor, "ds_id"):
+                raise ValueError(
+                    f"parameter {prefix}{name} belongs to a sharding engine (DeepSpeed ZeRO-3), which keeps its values "
+                    "elsewhere: gather the parameters, and push a dict of them"
                 )
             yield f"{prefix}{name}", tensor
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -41,6 +41,17 @@ class Staged:
     extra: dict[str, Any]
 
 
+class Origin(Protocol):
+    """Where a push comes from: it is given the version together with the gate, and may call the push off."""
+
+    run: int
+    version: int
+
+    def check_wanted(self) -> None:
+        """Raise if nobody waits for the push any more: it has been reported as failed."""
+        ...
+
+
 class Transaction:
     """One version of one or several models, on its way into one receiver.
 
@@ -49,9 +60,10 @@ class Transaction:
         run: Run of the sender.
         version: Version of the push.
         deadline: On the monotonic clock, in seconds; nothing is applied after it.
+        origin: The link that the push came over; ``None`` where it comes from this process.
     """
 
-    def __init__(self, gate: Gate, run: int, version: int, deadline: float) -> None:
+    def __init__(self, gate: Gate, run: int, version: int, deadline: float, origin: Origin | None = None) -> None:
         self.staged: Sequence[Staged] = ()
         self.run = run
         self.version = version
@@ -59,6 +71,8 @@ class Transaction:
         self.state = TransactionState.ANNOUNCED
         self.error: BaseException | None = None
         self._gate = gate
+        self._check_wanted = origin.check_wanted if origin is not None else _always_wanted
+        self._holders: list[Gate | Origin] = [gate] if origin is None else [gate, origin]
         self._committing = threading.Lock()
 
     def stage(self, staged: Sequence[Staged]) -> None:
@@ -68,8 +82,8 @@ class Transaction:
 
     def abort(self, error: BaseException) -> None:
         """Give the push up; it is never applied."""
-        self.error = error
         self._move(TransactionState.ABORTED)
+        self.error = error
 
     def commit(self) -> bool:
         """Switch all models, in the calling thread, alone in the gate; may be called by several threads at once.
@@ -80,6 +94,7 @@ class Transaction:
         Raises:
             RuntimeError: The calling thread is inside the gate.
             WeightSyncTimeout: The deadline passed before the gate was free; the push is aborted.
+            ChannelClosed: The sender has given the push up, or has gone; the push is aborted.
             Exception: What applying or an applied hook raised; every model was rolled back, the push is aborted.
         """
         if self._gate.inside:
@@ -88,31 +103,37 @@ class Transaction:
             if self.state is not TransactionState.STAGED:
                 return False
             try:
-                with self._gate.alone(self.deadline):
+                with self._gate.alone(self.deadline, self._check_wanted):
+                    self._check_wanted()
                     if time.monotonic() >= self.deadline:
                         raise WeightSyncTimeout("the deadline passed before the staged weights could be applied")
+                    if self.state is not TransactionState.STAGED:  # aborted while it waited for the gate
+                        return False
                     self._switch()
+                    self._move(TransactionState.APPLIED)
             except BaseException as error:
-                self.abort(error)
+                if self.state is TransactionState.STAGED:
+                    self.abort(error)
                 raise
-            self._move(TransactionState.APPLIED)
             return True
 
     def _switch(self) -> None:
-        before = (self._gate.run, self._gate.version)
+        before = [(holder.run, holder.version) for holder in self._holders]
         touched: list[StagedModel] = []
         try:
             for one in self.staged:
                 touched.append(one.model)
                 one.model.apply(one.slot, one.extra, keep_backup=len(self.staged) > 1)
-            self._gate.run, self._gate.version = self.run, self.version
+            for holder in self._holders:
+                holder.run, holder.version = self.run, self.version
             for model in touched:
                 for hook in model.applied_hooks:
                     hook(model.target, self.version)
         except BaseException:
             for model in reversed(touched):
                 model.roll_back()
-            self._gate.run, self._gate.version = before
+            for holder, (run, version) in zip(self._holders, before, strict=True):
+                holder.run, holder.version = run, version
             raise
         for model in touched:
             model.keep()
@@ -125,6 +146,10 @@ class Transaction:
         if state not in allowed.get(self.state, ()):
             raise RuntimeError(f"a push cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+
+def _always_wanted() -> None:
+    pass
 
 
 def check_newer(applied: tuple[int, int], offered: tuple[int, int], *, initial: bool) -> None:

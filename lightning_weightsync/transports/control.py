@@ -2,8 +2,7 @@
 
 A frame is two big-endian ``uint32`` (length of the JSON part, length of the blob), UTF-8 JSON, and the blob. Every
 kind of message has a fixed schema. An unknown kind, a missing, extra or wrongly typed field, or a part above its cap
-breaks the
-channel: it is never repaired, and nothing that came from a socket is ever unpickled here.
+breaks the channel: it is never repaired, and nothing that came from a socket is ever unpickled here.
 
 A channel may be used by one receiving and several sending threads.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import socket
@@ -29,6 +29,7 @@ MAX_BLOB = 1 << 30
 _CARRIES_DESCRIPTOR = frozenset({"slot"})
 _MAX_DESCRIPTORS = 64
 _CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # where there is none, POLLHUP, which is always reported, tells
 
 Schema = Mapping[str, Mapping[str, type | tuple[type, ...]]]
 
@@ -51,6 +52,7 @@ LINK_MESSAGES: Schema = {
     "mismatch": {"model_id": str, "message": str, "missing": list, "unexpected": list, "mismatched": dict},
     "attach_failed": {"model_id": str, "message": str},
     "open": {"model_id": str, "budget": float},
+    "opening": {"model_id": str},
     "push": {"run": int, "version": int, "models": list, "budget": float, "initial": bool},
     "applied": {"run": int, "version": int},
     "failed": {"run": int, "version": int, "reason": str, "message": str, "traceback": str},
@@ -119,14 +121,25 @@ class ControlChannel:
         return self._passes_descriptors
 
     @property
+    def local_host(self) -> str | None:
+        """Address of this end: of the interface over which the other end is reached; ``None`` on a Unix socket."""
+        return None if self._passes_descriptors else str(self._sock.getsockname()[0])
+
+    @property
     def closed(self) -> bool:
         """Whether this end is closed."""
         return self._closed
 
     def encode(self, kind: str, blob: bytes = b"", **fields: Any) -> bytes:
-        """The frame of one message, to be sent to several ends with ``send_frame``."""
+        """The frame of one message, to be sent to several ends with ``send_frame``.
+
+        Raises:
+            ValueError: The message is not one of the schema, or above a cap.
+        """
         self._check(kind, fields)
         body = json.dumps({"kind": kind, **fields}).encode()
+        if len(body) > MAX_JSON or len(blob) > MAX_BLOB:
+            raise ValueError(f"message {kind!r} of {len(body)} + {len(blob)} bytes is above the cap")
         return _HEADER.pack(len(body), len(blob)) + body + blob
 
     def send(
@@ -142,42 +155,38 @@ class ControlChannel:
             **fields: As the schema says.
 
         Raises:
-            ChannelTimeout: The deadline passed. The frame may be half sent: give the channel up.
+            ChannelTimeout: The deadline passed. If the frame was half sent by then, the channel is closed: the next
+                frame would be read as its rest.
             ChannelClosed: The connection is gone.
+            ValueError: The message is not one of the schema, or above a cap.
         """
         self.send_frame(self.encode(kind, blob, **fields), deadline=deadline, descriptor=descriptor)
 
     def send_frame(self, frame: bytes, *, deadline: float | None = None, descriptor: int = -1) -> None:
         """Send an encoded frame; see ``send``."""
-        data = memoryview(frame)
-        with self._sending:
-            while data:
-                try:
-                    if descriptor >= 0:
-                        sent = socket.send_fds(self._sock, [data], [descriptor])
-                        descriptor = -1
-                    else:
-                        sent = self._sock.send(data)
-                    data = data[sent:]
-                except BlockingIOError:
-                    self._wait(write=True, deadline=deadline)
-                except (OSError, ValueError) as error:
-                    raise ChannelClosed(f"the connection is gone: {error}") from error
+        if not self._sending.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise ChannelTimeout("the deadline passed while another thread was sending on the channel")
+        try:
+            self._write(frame, deadline, descriptor)
+        finally:
+            self._sending.release()
 
     def try_send(self, kind: str, **fields: Any) -> bool:
         """Send one small message if the socket's buffer has room for it and nobody else is sending; never blocks."""
+        data = self.encode(kind, **fields)
         if not self._sending.acquire(blocking=False):
             return False
-        self._sending.release()
         try:
             # A writable stream socket has at least a third of its buffer free: a small frame is never cut.
             poller = select.poll()
             poller.register(self._sock, select.POLLOUT)
             writable = bool(poller.poll(0))
+            if writable:
+                self._write(data, None, -1)
         except (OSError, ValueError) as error:
             raise ChannelClosed(f"the connection is gone: {error}") from error
-        if writable:
-            self.send(kind, **fields)
+        finally:
+            self._sending.release()
         return writable
 
     def receive(self, deadline: float | None = None) -> Message:
@@ -220,6 +229,21 @@ class ControlChannel:
         self._descriptors += descriptors
         return data
 
+    def check_open(self) -> None:
+        """See whether both ends are still there; reads nothing, never blocks.
+
+        Raises:
+            ChannelClosed: One of the ends has closed the connection, whatever is still to be read from it.
+        """
+        try:
+            poller = select.poll()
+            poller.register(self._sock, _PEER_CLOSED)
+            events = poller.poll(0)
+        except (OSError, ValueError) as error:
+            raise ChannelClosed("this end was closed") from error
+        if events:
+            raise ChannelClosed("the other end closed the connection")
+
     def feed(self, data: bytes) -> None:
         """Put bytes that were read from the socket before the channel took over in front of the next ones."""
         self._buffer += data
@@ -232,6 +256,27 @@ class ControlChannel:
         self._sock.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
+
+    def _write(self, data: bytes, deadline: float | None, descriptor: int) -> None:
+        """Write a frame; the caller holds ``_sending``."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                try:
+                    if descriptor >= 0:
+                        sent = socket.send_fds(self._sock, [rest], [descriptor])
+                        descriptor = -1
+                    else:
+                        sent = self._sock.send(rest)
+                    rest = rest[sent:]
+                except BlockingIOError:
+                    self._wait(write=True, deadline=deadline)
+        except BaseException as error:
+            if len(rest) < len(data):
+                self.close()
+            if isinstance(error, OSError | ValueError) and not isinstance(error, ChannelTimeout | ChannelClosed):
+                raise ChannelClosed(f"the connection is gone: {error}") from error
+            raise
 
     def _wait(self, *, write: bool, deadline: float | None) -> None:
         try:
@@ -284,7 +329,10 @@ class ControlChannel:
             value = fields[name]
             if not isinstance(value, kind_of) or (isinstance(value, bool) and kind_of is not bool):
                 raise ValueError(f"message {kind!r}: field {name!r} is {type(value).__name__}")
+            if isinstance(value, float) and math.isnan(value):  # a deadline that is no number never passes
+                raise ValueError(f"message {kind!r}: field {name!r} is not a number")
 
     def _break(self, reason: str) -> NoReturn:
         self.close()
+        self._buffer.clear()
         raise ProtocolError(reason)

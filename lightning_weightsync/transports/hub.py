@@ -172,7 +172,7 @@ class LinkHub:
         self.version = 0
         self.bytes_pushed = 0
         self.pushing = threading.RLock()
-        self.dispatcher = Dispatcher(heartbeat_timeout, self._lose)
+        self.dispatcher = Dispatcher(heartbeat_timeout, self.lose)
         self._watcher = watcher
         self._rendezvous = Rendezvous(host, local=local)
         self._generations: dict[int, int] = {}
@@ -197,6 +197,15 @@ class LinkHub:
                 raise ValueError(f"worker_ids holds {index!r}; workers are numbered 0 .. {self.num_workers - 1}")
         return list(dict.fromkeys(ids))
 
+    def check_open(self) -> None:
+        """See whether this end is still there.
+
+        Raises:
+            WeightSyncError: It was shut down.
+        """
+        if self._closed.is_set():
+            raise WeightSyncError("the sender was shut down: call init_on_sender() again, and connect()")
+
     def accept(self, worker_ids: Collection[int], deadline: float) -> None:
         """Rendezvous: wait for these workers, and make (or replace) their links. Blocks on all of them.
 
@@ -204,6 +213,7 @@ class LinkHub:
             WeightSyncTimeout: Some did not come by the deadline (monotonic clock, seconds); ``.failed`` names them.
             WorkerDied: A missing worker's process has ended.
         """
+        self.check_open()
         joined = self._rendezvous.accept(worker_ids, deadline, self._watch_missing)
         for index, member in sorted(joined.items()):
             old = self.links.get(index)
@@ -214,14 +224,17 @@ class LinkHub:
             link = WorkerLink(index, member.pid, member.channel, generation, member.local)
             self.links[index] = link
             self.dispatcher.watch(link)
-            link.channel.send(
-                "welcome",
-                run=self.run,
-                version=self.version,
-                generation=generation,
-                heartbeat_timeout=float(self.heartbeat_timeout),
-                deadline=deadline,
-            )
+            try:
+                link.channel.send(
+                    "welcome",
+                    run=self.run,
+                    version=self.version,
+                    generation=generation,
+                    heartbeat_timeout=float(self.heartbeat_timeout),
+                    deadline=deadline,
+                )
+            except (ChannelClosed, ChannelTimeout) as error:  # whoever asks it next is told
+                self.lose(link, "rendezvous", 0.0, error)
 
     def push(
         self,
@@ -275,6 +288,7 @@ class LinkHub:
         A worker whose channel ends, who stays silent for ``heartbeat_timeout``, or who has not answered at the deadline
         loses its link and is named in ``failed``.
         """
+        self.check_open()
         answers = Answers()
         errands = []
         for index in worker_ids:
@@ -313,7 +327,7 @@ class LinkHub:
         dead = {i: c for i in sorted(missing) if (c := self._watcher.cause_of_death(i, 0.0)) is not None}
         raise_failures(dead, "waiting for workers to connect")
 
-    def _lose(self, link: WorkerLink, phase: str, seconds: float, error: Exception) -> Exception:
+    def lose(self, link: WorkerLink, phase: str, seconds: float, error: Exception) -> Exception:
         """End a link that cannot be used any more; returns the cause that the user is shown."""
         who = f"worker {link.worker_idx} (pid {link.pid})"
         last = f"it holds version {link.version}" if link.version >= 0 else "it holds no version yet"

@@ -24,11 +24,11 @@ from torch import Tensor
 ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every dtype's size, so that each leaf can be viewed in place."""
 
-_WITHOUT_BYTES = re.compile(r"q.*|u?int[1-7]|bit")  # quantised, or narrower than a byte: torch does not copy their bits
+_WITHOUT_BYTES = re.compile(r"torch\.(q.*|u?int[1-7])")  # quantised, or narrower than a byte: torch cannot copy them
 _DTYPES = {
-    name: value
+    str(value).removeprefix("torch."): value
     for value in vars(torch).values()
-    if isinstance(value, torch.dtype) and not _WITHOUT_BYTES.fullmatch(name := str(value).removeprefix("torch."))
+    if isinstance(value, torch.dtype) and not _WITHOUT_BYTES.fullmatch(str(value))
 }
 
 
@@ -101,8 +101,8 @@ class WeightLayout:
             if dtype not in _DTYPES or not dense:
                 what = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
                 raise TypeError(f"leaf {name!r} cannot be laid out: {what}, {tensor.dtype}; only dense tensors can")
-            original = first.setdefault(_memory(tensor), name) if find_aliases and tensor.numel() else name
-            if original != name:
+            shared = find_aliases and tensor.numel() > 0
+            if shared and (original := first.setdefault(_memory(tensor), name)) != name:
                 aliases[name] = original
                 continue
             leaf = Leaf(name, tuple(tensor.shape), dtype, offset)

@@ -46,7 +46,10 @@ class WorkerLink:
 
     def when_ended(self, release: Callable[[], None]) -> None:
         """Have ``release`` called once when the link ends: what a scheme holds for this worker goes with it."""
-        self._on_end.append(release)
+        if self.state is LinkState.OPEN:
+            self._on_end.append(release)
+        else:
+            release()
 
     def end(self, cause: Exception | None = None) -> None:
         """Close the channel and release what hangs on it: ``BROKEN`` with a cause, ``CLOSED`` without. Idempotent."""

@@ -92,20 +92,25 @@ class _Pair:
         self._make_store = make_store
         self._host = host
         self._group: Any = None
+        self._closed = False
 
     def connect(self, deadline: float) -> None:
         """Meet the other end; see ``TransportBackend``."""
         seconds = max(0.1, deadline - time.monotonic())
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=seconds)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         try:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
             self._group = dist.ProcessGroupGloo(self._make_store(seconds), self._rank, 2, options)
         except RuntimeError as error:
             raise TransferFailed(f"the pair group was not formed: {_first_line(error)}") from error
+        if self._closed:  # by another thread, meanwhile
+            self.close()
+            raise TransferFailed("the pair group was closed while it was being formed")
 
     def close(self) -> None:
         """Give the group up; see ``TransportBackend``."""
+        self._closed = True
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError):

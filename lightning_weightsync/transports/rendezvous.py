@@ -75,10 +75,7 @@ def check_host(host: str) -> None:
     Raises:
         ValueError: ``host`` is a wildcard (``0.0.0.0``, ``::``) or empty.
     """
-    wildcard = False
-    with contextlib.suppress(ValueError):
-        wildcard = ipaddress.ip_address(host).is_unspecified
-    if not host or wildcard:
+    if not host or _is_wildcard(host):
         raise ValueError(
             f"host={host!r} is no address that a worker can connect to: give that of the interface to listen on, "
             "for example host='127.0.0.1' or the machine's own address"
@@ -90,8 +87,12 @@ def bind_listener(host: str) -> socket.socket:
     check_host(host)
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
-    listener.bind(address)
-    listener.listen(512)
+    try:
+        listener.bind(address)
+        listener.listen(512)
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 
@@ -239,8 +240,18 @@ class Rendezvous:
                 _drop(selector, client)
 
 
-def join(info: StoreInfo, worker_idx: int, deadline: float) -> tuple[ControlChannel, Message]:
+def join(
+    info: StoreInfo, worker_idx: int, deadline: float, on_socket: Callable[[socket.socket], None] | None = None
+) -> tuple[ControlChannel, Message]:
     """The worker's side: connect, authenticate both ways, say hello; returns the channel and the sender's ``welcome``.
+
+    Blocks until the sender has met all the workers that it waits for.
+
+    Args:
+        info: Where the sender is.
+        worker_idx: 0-based.
+        deadline: On the monotonic clock, in seconds.
+        on_socket: Given the socket as soon as there is one: to shut it down is to break off the wait.
 
     Raises:
         WeightSyncError: The sender refused this index, does not hold the key, or is gone.
@@ -249,12 +260,13 @@ def join(info: StoreInfo, worker_idx: int, deadline: float) -> tuple[ControlChan
     where = f"the sender at {info['host']} port {info['port']}"
     key = bytes.fromhex(info["authkey"])
     started = time.monotonic()
-    channel: ControlChannel | None = None
     try:
         sock = _connect_locally(info) or socket.create_connection(
             (info["host"], info["port"]), timeout=max(0.01, deadline - started)
         )
         try:
+            if on_socket is not None:
+                on_socket(sock)
             greeting = _read_exactly(sock, len(_MAGIC) + _NONCE, deadline)
             if not greeting.startswith(_MAGIC):
                 raise WeightSyncError(f"worker {worker_idx}: {where} does not speak this protocol")
@@ -263,14 +275,12 @@ def join(info: StoreInfo, worker_idx: int, deadline: float) -> tuple[ControlChan
             if not hmac.compare_digest(_read_exactly(sock, _MAC, deadline), _mac(key, b"sender", theirs, ours)):
                 raise WeightSyncError(f"worker {worker_idx}: {where} does not hold this run's key")
             channel = ControlChannel(sock)
+            channel.send("hello", worker_idx=worker_idx, pid=os.getpid(), deadline=deadline)
+            answer = channel.receive(deadline)
         except BaseException:
             sock.close()
             raise
-        channel.send("hello", worker_idx=worker_idx, pid=os.getpid(), deadline=deadline)
-        answer = channel.receive(deadline)
     except (TimeoutError, ChannelTimeout) as error:
-        if channel is not None:
-            channel.close()
         raise WeightSyncTimeout(
             f"worker {worker_idx}: {where} did not answer within {time.monotonic() - started:.1f} s (phase: rendezvous)"
         ) from error
@@ -281,6 +291,16 @@ def join(info: StoreInfo, worker_idx: int, deadline: float) -> tuple[ControlChan
     channel.close()
     reason = answer["reason"] if answer.kind == "refused" else f"unexpected message {answer.kind!r}"
     raise WeightSyncError(f"worker {worker_idx}: {where} refused it: {reason}")
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        # The resolver reads more as 0.0.0.0 than ipaddress does: "0", "0x0", "000.0.0.0".
+        host = str(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0])
+    except OSError:  # a name
+        return False
+    address = ipaddress.ip_address(host)
+    return (getattr(address, "ipv4_mapped", None) or address).is_unspecified
 
 
 def _connect_locally(info: StoreInfo) -> socket.socket | None:

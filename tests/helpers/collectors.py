@@ -1,0 +1,172 @@
+"""Factories of collectors, and environments that misbehave, for workers. Workers import this, so no Lightning here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from lightning_weightsync import GymCollector
+from tests.helpers.envs import CountingEnv
+from tests.helpers.policies import Policy
+
+NUM_ENVS, STEPS = 2, 3
+"""Of each worker's batch."""
+
+
+def gym_collector(
+    *,
+    worker_idx: int,
+    seed: int,
+    env: Callable[[], Any] = CountingEnv,
+    policy: Callable[[], nn.Module] = Policy,
+    num_envs: int = NUM_ENVS,
+    steps: int = STEPS,
+    update_at: Any = "batch",
+) -> GymCollector:
+    return GymCollector(
+        env,
+        policy,
+        num_envs=num_envs,
+        frames_per_batch=num_envs * steps,
+        worker_idx=worker_idx,
+        seed=seed,
+        update_at=update_at,
+    )
+
+
+def update_at_batch_or_step(*, worker_idx: int, seed: int, **kwargs: Any) -> GymCollector:
+    """Even workers switch between batches, odd ones between policy calls."""
+    return gym_collector(worker_idx=worker_idx, seed=seed, update_at=("batch", "step")[worker_idx % 2], **kwargs)
+
+
+class MisbehavingEnv(gymnasium.Wrapper):
+    """Does ``fault()`` in step ``at`` (counted from 1 over the environment's life)."""
+
+    def __init__(self, fault: Callable[[], None], at: int, env: Callable[[], Any] = CountingEnv) -> None:
+        super().__init__(env())
+        self.fault = fault
+        self.at = at
+        self.steps = 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps == self.at:
+            self.fault()
+        return super().step(action)
+
+
+def misbehaving_collector(
+    *, worker_idx: int, seed: int, fault: Callable[[], None], at: int, only: int, **kwargs: Any
+) -> GymCollector:
+    """Worker ``only`` does ``fault()`` in step ``at`` of its first environment."""
+
+    def make_env() -> Any:
+        return MisbehavingEnv(fault, at) if worker_idx == only else CountingEnv()
+
+    return gym_collector(worker_idx=worker_idx, seed=seed, env=make_env, **kwargs)
+
+
+def misbehaving_factory(*, worker_idx: int, seed: int, fault: Callable[[], None], only: int) -> GymCollector:
+    """Worker ``only`` does ``fault()`` before it has a collector."""
+    if worker_idx == only:
+        fault()
+    return gym_collector(worker_idx=worker_idx, seed=seed)
+
+
+def stumble() -> None:
+    raise ArithmeticError("the dice rolled off the table")
+
+
+def vanish() -> None:
+    os._exit(9)
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def doze() -> None:
+    time.sleep(3600)
+
+
+class ParentEnv(CountingEnv):
+    """Starts a process of its own, as environments with a simulator do; it ignores polite requests to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = multiprocessing.get_context("fork").Process(target=_sleep_on)
+        self.child.start()
+
+
+def _sleep_on() -> None:
+    import signal
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(3600)
+
+
+class Stream:
+    """A collector that is nobody's: an iterator of TensorDicts and ``close()``, no gate, two models.
+
+    Args:
+        reuse: Yield one TensorDict again and again, overwritten, as collectors that save allocations do.
+    """
+
+    def __init__(self, *, worker_idx: int, seed: int, reuse: bool = False) -> None:
+        self.policy = Policy()
+        self.nets = nn.ModuleDict({"q": nn.Linear(2, 1)})
+        self.reuse = reuse
+        self.closed = False
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        kept = TensorDict({}, [4])
+        while not self.closed:
+            batch = kept if self.reuse else TensorDict({}, [4])
+            batch["observation"] = torch.rand(4, 3)
+            self.policy.eval()(batch)
+            batch["q"] = self.nets["q"].weight.detach().sum().expand(4).clone()
+            yield batch
+
+    def close(self) -> None:
+        self.closed = True
+
+
+_REPORTED = ("lightning", "lightning.pytorch", "lightning_fabric", "pytorch_lightning", "hydra", "omegaconf")
+_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+
+
+class Report:
+    """Batches that tell about the worker's process: imports, environment variables, process groups, threads."""
+
+    modules = _REPORTED
+    variables = _VARIABLES
+
+    def __init__(self, *, worker_idx: int, seed: int) -> None:
+        self.policy = nn.Linear(1, 1)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        while True:
+            facts = {
+                "imported": torch.tensor([[name in sys.modules for name in _REPORTED]]),
+                "variables": torch.tensor([[name in os.environ for name in _VARIABLES]]),
+                "default_group": torch.tensor([torch.distributed.is_initialized()]),
+                "threads": torch.tensor([torch.get_num_threads()]),
+            }
+            yield TensorDict(facts, [1])
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,87 @@
+"""Which processes and ports has a run left? Processes are found by a marker in their environment."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MARKER = "LIGHTNING_WEIGHTSYNC_TEST_RUN"
+
+
+@contextmanager
+def marked() -> Iterator[Callable[[], list[int]]]:
+    """Every process started inside carries a marker; yields what lists the living ones."""
+    value, before = uuid.uuid4().hex, os.environ.get(MARKER)
+    os.environ[MARKER] = value
+    try:
+        yield lambda: processes_with(value)
+    finally:
+        if before is None:
+            del os.environ[MARKER]
+        else:
+            os.environ[MARKER] = before
+
+
+def processes_with(value: str) -> list[int]:
+    """Ids of all processes that were started with this marker in their environment; zombies have none any more."""
+    needle = f"{MARKER}={value}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if needle in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return sorted(found)
+
+
+def zombies() -> list[int]:
+    """Children of this process that have ended and were not waited for."""
+    me, found = str(os.getpid()), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if (state, parent) == ("Z", me):
+                found.append(int(entry.name))
+    return found
+
+
+def listening_ports() -> set[tuple[str, int]]:
+    """(hexadecimal address, port) of each TCP socket that this process listens on."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(os.readlink(descriptor))
+        except OSError:
+            continue
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                address, _, port = fields[1].rpartition(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def our_threads() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if "weight-sync" in t.name)
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,205 @@
+"""A connected scheme for tests: its sender in the test's process, its receivers in processes of their own.
+
+The functions that take a ``box`` are the receiver's script, run over there by ``ReceiverProcess``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from lightning_weightsync import DistributedWeightSyncScheme
+from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.receiver import ReceiverLink
+from tests.helpers.receivers import ReceiverPool, ReceiverProcess
+
+PUSH_SECONDS = 20.0
+
+
+# --- run in the receiver's process ---------------------------------------------------------------------------------
+
+
+def init(box: SimpleNamespace, scheme: DistributedWeightSyncScheme, model: nn.Module, **kwargs: Any) -> None:
+    """``box.scheme`` is the receiver of ``box.model``."""
+    box.scheme, box.model = scheme, model
+    scheme.init_on_receiver(kwargs.pop("model_id", "policy"), model=model, **kwargs)
+
+
+def connect(box: SimpleNamespace, **kwargs: Any) -> None:
+    box.scheme.connect(**kwargs)
+
+
+def receive(box: SimpleNamespace, timeout: float | None = PUSH_SECONDS) -> TensorDict | None:
+    return box.scheme.receive(timeout)
+
+
+def leaves(box: SimpleNamespace) -> dict[str, Tensor]:
+    """Copies of what the model holds now."""
+    return leaves_of(box.model)
+
+
+def version(box: SimpleNamespace) -> int:
+    return box.scheme.version
+
+
+def shutdown(box: SimpleNamespace) -> None:
+    box.scheme.shutdown()
+
+
+# --- run in the test's process -------------------------------------------------------------------------------------
+
+
+class Connected:
+    """A scheme's sender, and the processes that hold its receivers; worker ``i`` is ``processes[i]``."""
+
+    def __init__(self, scheme: DistributedWeightSyncScheme, processes: Sequence[ReceiverProcess]) -> None:
+        self.scheme = scheme
+        self.processes = list(processes)
+
+    def push(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
+        """``scheme.send``, while the targeted receivers that have no thread of their own for it ``receive``."""
+        everybody = range(len(self.processes))
+        targeted = [worker_ids] if isinstance(worker_ids, int) else everybody if worker_ids is None else worker_ids
+        waiting = [self.processes[i].begin(receive) for i in targeted] if self.scheme.sync else []
+        self.scheme.send(weights, worker_ids)
+        for future in waiting:
+            assert future.result(PUSH_SECONDS) is not None
+
+    def leaves(self, worker_idx: int = 0) -> dict[str, Tensor]:
+        return self.processes[worker_idx].call(leaves)
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the weights in force in each receiver."""
+        return [process.call(version) for process in self.processes]
+
+
+class Connector:
+    """Makes connected schemes, and shuts their senders down at the end of the test."""
+
+    def __init__(self, receivers: ReceiverPool) -> None:
+        self.receivers = receivers
+        self._schemes: list[DistributedWeightSyncScheme] = []
+
+    def __call__(
+        self,
+        model: nn.Module,
+        num_workers: int = 1,
+        *,
+        receiver_model: nn.Module | Callable[[int], nn.Module] | None = None,
+        **options: Any,
+    ) -> Connected:
+        """A scheme of ``model``, connected to ``num_workers`` receivers.
+
+        Args:
+            model: The source.
+            num_workers: How many receivers.
+            receiver_model: What the receivers hold: the same for each, or made from the worker's index. Left out, a
+                copy of the source with every byte of its leaves changed.
+            **options: Of the scheme, on both sides.
+        """
+        sender, joining = self.begin(model, num_workers, receiver_model=receiver_model, **options)
+        sender.connect()
+        connected = Connected(sender, list(self.receivers)[:num_workers])
+        for process, future in zip(connected.processes, joining, strict=True):
+            process.result_of(future)
+        return connected
+
+    def begin(
+        self,
+        model: nn.Module,
+        num_workers: int = 1,
+        *,
+        receiver_model: nn.Module | Callable[[int], nn.Module] | None = None,
+        **options: Any,
+    ) -> tuple[DistributedWeightSyncScheme, list[Future]]:
+        """A sender that has yet to connect, and its receivers, which are connecting already; see ``__call__``."""
+        sender = self.sender(model, num_workers, **options)
+        joining = []
+        for index in range(num_workers):
+            theirs = receiver_model
+            if theirs is None:
+                theirs = altered(model)
+            elif not isinstance(theirs, nn.Module):
+                theirs = theirs(index)
+            process = self.receivers[index]
+            process.call(init, sender, theirs, worker_idx=index)  # the scheme is pickled over: it knows the address
+            joining.append(process.begin(connect))
+        return sender, joining
+
+    def sender(self, model: nn.Module, num_workers: int = 1, **options: Any) -> DistributedWeightSyncScheme:
+        """The sender's end alone, with nobody connecting to it yet."""
+        scheme = DistributedWeightSyncScheme(**{"timeout": PUSH_SECONDS, "connect_timeout": PUSH_SECONDS} | options)
+        self._schemes.append(scheme)
+        scheme.init_on_sender("policy", model=model, num_workers=num_workers)
+        return scheme
+
+    def close(self) -> None:
+        for scheme in self._schemes:
+            scheme.shutdown()
+
+
+class Link:
+    """A context that lends its gate and its link to the sender, as a worker's does; destinations are its attributes."""
+
+    def __init__(self, info: Any, worker_idx: int, **models: nn.Module) -> None:
+        self.gate = Gate()
+        self.receiver_link = ReceiverLink(info, worker_idx, self.gate)
+        vars(self).update(models)
+
+    def shutdown(self) -> None:
+        self.receiver_link.end()
+
+
+def leaves_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a module's parameters and persistent buffers."""
+    return {name: leaf.detach().clone() for name, leaf in model.state_dict().items()}
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The bytes of a tensor: what "bit for bit" compares (NaN is not equal to itself, and -0.0 is equal to 0.0)."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_same_bits(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Same names, dtypes, shapes and bytes."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape), name
+        assert raw(got[name]) == raw(tensor), f"{name} differs"
+
+
+def fill(model: nn.Module, value: float) -> None:
+    """Every leaf of a module holds this value, as far as its dtype can."""
+    with torch.no_grad():
+        for leaf in model.state_dict().values():
+            leaf.fill_(value)
+
+
+def randomise(tensors: Iterable[Tensor], seed: int) -> None:
+    """Random bytes in every tensor: values that no conversion would leave as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.dtype is torch.bool:
+                tensor.copy_(torch.randint(0, 2, tensor.shape, generator=generator).bool())
+            elif tensor.numel():
+                size = tensor.numel() * tensor.element_size()
+                noise = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+                tensor.copy_(noise.view(tensor.dtype).view(tensor.shape))
+
+
+def altered(model: nn.Module) -> nn.Module:
+    """A copy of a module that agrees with it in no leaf."""
+    import copy
+
+    other = copy.deepcopy(model)
+    randomise(other.state_dict().values(), seed=999)
+    return other

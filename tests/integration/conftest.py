@@ -1,0 +1,35 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.holdings import holdings, leftovers, warm_up
+from tests.helpers.receivers import ReceiverPool
+from tests.helpers.schemes import Connector
+
+
+@pytest.fixture(scope="session")
+def receiver_pool() -> Iterator[ReceiverPool]:
+    warm_up()
+    pool = ReceiverPool(3)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def receivers(receiver_pool: ReceiverPool) -> Iterator[ReceiverPool]:
+    """Three receiver processes. Fails a test that leaves anything open, in them or here."""
+    before = holdings()
+    yield receiver_pool
+    complaints = receiver_pool.clean()
+    here = leftovers(before)
+    receiver_pool.renew()
+    assert not complaints, complaints
+    assert not here, f"the test's own process still holds {here}"
+
+
+@pytest.fixture
+def connect(receivers: ReceiverPool) -> Iterator[Connector]:
+    """Makes connected schemes: the sender here, the receivers in processes of their own. Shuts the senders down."""
+    connector = Connector(receivers)
+    yield connector
+    connector.close()

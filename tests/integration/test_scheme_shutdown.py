@@ -1,0 +1,286 @@
+"""Shutting down while somebody waits: under a second, on both sides, with ``timeout=3600``; and nothing is left.
+
+The ``receivers`` fixture looks for what is left: threads, listening ports and descriptors, here and over there.
+"""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError
+from tests.helpers import schemes
+from tests.helpers.holdings import holdings
+from tests.helpers.schemes import altered, assert_same_bits, fill, leaves_of
+
+both_ways = pytest.mark.parametrize("sync", [True, False], ids=["receive()", "background thread"])
+
+
+def small():
+    return nn.Linear(3, 2)
+
+
+def timed_shutdown(box):
+    started = time.monotonic()
+    box.scheme.shutdown()
+    return time.monotonic() - started
+
+
+def shut_down_here(scheme):
+    started = time.monotonic()
+    scheme.shutdown()
+    return time.monotonic() - started
+
+
+class Waiter:
+    """A call in a thread of its own, which is expected to wait until somebody ends it."""
+
+    def __init__(self, function, *args):
+        self.error = None
+        self._thread = threading.Thread(target=self._run, args=(function, *args), name="waiter")
+        self._thread.start()
+
+    def _run(self, function, *args):
+        try:
+            function(*args)
+        except Exception as error:
+            self.error = error
+
+    def assert_waiting(self, seconds=0.3):
+        self._thread.join(seconds)
+        assert self._thread.is_alive(), f"it did not wait: {self.error!r}"
+
+    def outcome(self, seconds):
+        """What it raised, once it has ended, for which it has so many seconds."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "it still waits"
+        return self.error
+
+
+@both_ways
+def test_it_is_quick_in_either_order(connect, sync):
+    for receiver_first in (True, False):
+        connected = connect(small(), 1, sync=sync)
+        connected.push()
+        if receiver_first:
+            assert connected.processes[0].call(timed_shutdown) < 1.0
+        assert shut_down_here(connected.scheme) < 1.0
+        if not receiver_first:
+            assert connected.processes[0].call(timed_shutdown) < 1.0
+
+
+def test_a_send_that_waits_for_a_receiver_that_does_not_receive(connect):
+    connected = connect(small(), timeout=3600, heartbeat_timeout=3600)
+    send = Waiter(connected.scheme.send)
+    send.assert_waiting()
+    assert shut_down_here(connected.scheme) < 1.0
+    error = send.outcome(1.0)
+    assert isinstance(error, WeightSyncError) and list(error.failed) == [0] and "shut down" in str(error)
+    with pytest.raises(WeightSyncError, match="ended"):
+        connected.processes[0].call(schemes.receive, 5)
+
+
+def test_a_send_of_more_bytes_than_sockets_hold(connect):
+    connected = connect(nn.Linear(2000, 2000), timeout=3600)
+    send = Waiter(connected.scheme.send)
+    send.assert_waiting()
+    assert shut_down_here(connected.scheme) < 1.0
+    assert list(send.outcome(1.0).failed) == [0]
+
+
+def hold_gate(box):
+    """Like a policy call that does not end."""
+    box.release = threading.Event()
+    box.entered = threading.Event()
+
+    def read():
+        with box.scheme.gate:
+            box.entered.set()
+            box.release.wait(30)
+
+    box.reader = threading.Thread(target=read, name="policy call")
+    box.reader.start()
+    assert box.entered.wait(5)
+
+
+def release_gate(box):
+    box.release.set()
+    box.reader.join(5)
+
+
+def test_a_send_that_waits_for_a_gate(connect):
+    connected = connect(source := small(), sync=False, timeout=3600)
+    process = connected.processes[0]
+    before = connected.leaves()
+    process.call(hold_gate)
+    fill(source, 5.0)
+    send = Waiter(connected.scheme.send)
+    send.assert_waiting()
+    assert shut_down_here(connected.scheme) < 1.0
+    assert list(send.outcome(1.0).failed) == [0]
+    process.call(release_gate)
+    assert process.call(timed_shutdown) < 1.0
+    assert_same_bits(connected.leaves(), before)  # it was reported as failed: it must not be applied now
+    assert connected.versions == [0]
+
+
+def test_a_receiver_whose_thread_waits_for_the_gate(connect):
+    connected = connect(source := small(), sync=False, timeout=3600)
+    process = connected.processes[0]
+    before = connected.leaves()
+    process.call(hold_gate)
+    fill(source, 5.0)
+    send = Waiter(connected.scheme.send)
+    send.assert_waiting()
+    assert process.call(timed_shutdown) < 1.0
+    assert list(send.outcome(2.0).failed) == [0]
+    names = process.call(lambda box: [t.name for t in threading.enumerate() if t.name.startswith("weight-sync")])
+    assert names == []
+    process.call(release_gate)
+    assert_same_bits(connected.leaves(), before)
+    assert connected.versions == [0]
+
+
+@pytest.mark.parametrize("who", ["receiver", "sender"])
+def test_a_receive_that_blocks(connect, who):
+    connected = connect(small())
+    process = connected.processes[0]
+    receive = process.begin(schemes.receive, None)
+    time.sleep(0.3)
+    assert not receive.done()
+    seconds = process.call(timed_shutdown) if who == "receiver" else shut_down_here(connected.scheme)
+    assert seconds < 1.0
+    with pytest.raises(WeightSyncError, match="ended"):
+        receive.result(1.0)
+
+
+@both_ways
+def test_a_receiver_in_the_middle_of_a_transfer(connect, monkeypatch, sync):
+    connected = connect(small(), sync=sync, timeout=3600)
+    process = connected.processes[0]
+    monkeypatch.setattr(connected.scheme.sender_transports[0], "send", lambda slot: {})
+    receive = process.begin(schemes.receive, None) if sync else None
+    send = Waiter(connected.scheme.send)
+    send.assert_waiting()
+    assert process.call(timed_shutdown) < 1.0
+    if receive is not None:
+        with pytest.raises(WeightSyncError, match="ended"):
+            receive.result(1.0)
+    assert list(send.outcome(1.0).failed) == [0]
+
+
+def test_a_sender_whose_workers_do_not_come(connect):
+    sender = connect.sender(small(), 2, connect_timeout=60)
+    waiting = Waiter(sender.connect)
+    waiting.assert_waiting()
+    assert shut_down_here(sender) < 1.0
+    assert isinstance(waiting.outcome(1.0), WeightSyncError)
+
+
+def test_a_receiver_whose_sender_does_not_connect(receivers, connect):
+    sender = connect.sender(source := small(), connect_timeout=60)
+    receivers[0].call(schemes.init, sender, altered(source), worker_idx=0)
+    joining = receivers[0].begin(schemes.connect)
+    time.sleep(0.3)
+    assert not joining.done()
+    assert receivers[0].call(timed_shutdown) < 1.0
+    with pytest.raises(WeightSyncError):
+        joining.result(1.0)
+
+
+def test_a_receiver_that_is_connected_but_waits_for_the_others(receivers, connect):
+    sender = connect.sender(source := small(), 2, connect_timeout=60)
+    receivers[0].call(schemes.init, sender, altered(source), worker_idx=0)
+    waiting = Waiter(sender.connect)
+    joining = receivers[0].begin(schemes.connect)
+    waiting.assert_waiting()
+    assert receivers[0].call(timed_shutdown) < 1.0
+    with pytest.raises(WeightSyncError):
+        joining.result(1.0)
+    assert shut_down_here(sender) < 1.0
+    assert isinstance(waiting.outcome(1.0), WeightSyncError)
+
+
+def init_stuck_before_its_transport(box, scheme, model):
+    schemes.init(box, scheme, model, worker_idx=0)
+    box.release = threading.Event()
+    make_transport = scheme.make_transport
+
+    def make_transport_late(offer):
+        box.release.wait(30)
+        return make_transport(offer)
+
+    scheme.make_transport = make_transport_late
+
+
+def test_a_sender_whose_worker_does_not_meet_it_in_the_pair_group(receivers, connect):
+    sender = connect.sender(source := small(), connect_timeout=60)
+    receivers[0].call(init_stuck_before_its_transport, sender, altered(source))
+    joining = receivers[0].begin(schemes.connect)
+    waiting = Waiter(sender.connect)
+    waiting.assert_waiting()
+    assert shut_down_here(sender) < 1.0
+    assert isinstance(waiting.outcome(1.0), WeightSyncError)
+    receivers[0].call(lambda box: box.release.set())
+    with pytest.raises(WeightSyncError):
+        joining.result(10.0)
+
+
+# --- what is open meanwhile ----------------------------------------------------------------------------------------
+
+
+def test_everything_listens_on_the_loopback_interface_only_and_nothing_after_shutdown(connect):
+    before = set(holdings().ports)
+    connected = connect(small(), 2)
+    ports = [*(set(holdings().ports) - before), *connected.processes[0].call(lambda box: holdings().ports)]
+    assert ports and all(address.startswith("0100007F:") for address in ports)  # 127.0.0.1, as the kernel writes it
+    connected.scheme.shutdown()
+    assert connected.processes[0].call(timed_shutdown) < 1.0
+    # That no port is left is for the fixture to see.
+
+
+def test_strangers_at_the_port_disturb_nobody(connect):
+    sender, joining = connect.begin(source := small(), 2)
+    info = sender.get_store_info()
+    strangers = [socket.create_connection((info["host"], info["port"])) for _ in range(4)]
+    try:
+        strangers[0].sendall(torch.randint(0, 256, (5000,), dtype=torch.uint8).numpy().tobytes())
+        strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        strangers[2].close()
+        started = time.monotonic()
+        sender.connect()
+        assert time.monotonic() - started < 5.0
+        for process, future in zip(connect.receivers, joining, strict=False):
+            process.result_of(future)
+        strangers.append(socket.create_connection((info["host"], info["port"])))
+        strangers[-1].sendall(bytes(64))
+        connected = schemes.Connected(sender, list(connect.receivers)[:2])
+        connected.push()
+        assert_same_bits(connected.leaves(1), leaves_of(source))
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_many_lives_in_the_same_processes_leave_nothing(receivers, connect):
+    """Ten connections, pushes and shutdowns; the fixture compares what is open with what was."""
+    for life in range(10):
+        scheme = DistributedWeightSyncScheme(sync=False, connect_timeout=20)
+        scheme.init_on_sender("policy", model=(source := small()), num_workers=2)
+        try:
+            joining = []
+            for index in range(2):
+                receivers[index].call(schemes.init, scheme, altered(source), worker_idx=index)
+                joining.append(receivers[index].begin(schemes.connect))
+            scheme.connect()
+            for index, future in enumerate(joining):
+                receivers[index].result_of(future)
+            scheme.send()
+            assert receivers[life % 2].call(schemes.version) == 1
+        finally:
+            scheme.shutdown()
+            for index in range(2):
+                receivers[index].call(schemes.shutdown)
