@@ -516,9 +516,7 @@ class WeightSyncScheme(ABC):
 
     @abstractmethod
     def create_transport(self, **kwargs: Any) -> Any:
-        """A ``SenderTransport`` (given ``link``, ``offer`` and ``holds``), or a ``ReceiverTransport`` (given
-        ``offer``).
-        """
+        """A ``SenderTransport`` (from ``link``, ``offer``, ``holds``) or a ``ReceiverTransport`` (from ``offer``)."""
 
     @abstractmethod
     def shares(self, link: WorkerLink) -> bool:

@@ -33,6 +33,7 @@ from lightning_weightsync.transports.rendezvous import StoreInfo, join
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver
 
 _NEVER = 365 * 86400.0
+_LEAVE_SECONDS = 0.3
 
 
 class Destination(Protocol):
@@ -168,16 +169,25 @@ class ReceiverLink:
 
     def check_wanted(self) -> None:
         """See ``schemes.transaction.Origin``: a sender that gives a push up closes the link, and so does ``end``."""
+        if self.closed:
+            raise ChannelClosed("this end was shut down")
         if self._channel is not None:
             self._channel.check_open()
 
-    def end(self, cause: Exception | None = None) -> None:
-        """Close the channel and every transport; both threads leave. Idempotent, does not block on the sender."""
+    def end(self, cause: Exception | None = None, *, keep_models: bool = True) -> None:
+        """Close the channel and every transport; both threads leave. Idempotent, does not block on the sender.
+
+        Args:
+            cause: Why, if it is not in good order.
+            keep_models: Whether the models are used on: they are moved out of the sender's slots first.
+        """
         with self._ending:
             if self.closed:
                 return
             self.closed = True
             self.cause = cause
+        if keep_models:
+            self._leave_slots()
         self._ended.set()
         if self._channel is not None:
             self._channel.close()
@@ -189,6 +199,15 @@ class ReceiverLink:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(0.9)
+
+    def _leave_slots(self) -> None:
+        # While the channel is open the sender writes nothing into them; once it is lost it never does again.
+        models = [self._destinations[name].staged_model for name in self._transports]
+        # If somebody stays in the gate, the models go on viewing the slots: harmless, but for the memory.
+        with contextlib.suppress(WeightSyncTimeout, RuntimeError), self.gate.alone(time.monotonic() + _LEAVE_SECONDS):
+            for model in models:
+                if model.holds_slot:
+                    model.detach()
 
     @property
     def local_host(self) -> str | None:
@@ -241,7 +260,7 @@ class ReceiverLink:
             channel = self._open_channel()
             while True:
                 self._serve(channel.receive(None))
-        except (ChannelClosed, WeightSyncError) as error:
+        except Exception as error:  # whatever it is: a receiver that serves nobody must not look alive
             self.end(error)
 
     def _serve(self, message: Message) -> None:

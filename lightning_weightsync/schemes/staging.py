@@ -158,6 +158,16 @@ class StagedModel:
         """This slot is not going to be used again: let go of views of it that are not in force."""
         self._views.pop(slot.data_ptr(), None)
 
+    def detach(self) -> None:
+        """Move leaves that view a slot into memory of their own. The caller holds the gate alone."""
+        own: dict[int, Tensor] = {}
+        for leaf, _ in self._switched:
+            leaf.data = own.setdefault(leaf.data_ptr(), leaf.data.clone())
+        self._switched, self._copied = [], self._switched + self._copied
+        self._may_switch = False
+        self._views = {}
+        self._undo = []
+
     def digest(self) -> str:
         """SHA-256 over the live leaves, in layout order, each stored leaf once."""
         live = self.strategy.leaves(self.target)

@@ -2,8 +2,8 @@
 
 A slot is held by the writer that fills it, by each delivery of it that has not settled, and by each worker that has
 it mapped as its current weights. Two slots suffice while everybody keeps up; each slow worker may hold one more. A
-slot that somebody holds whom we have lost is *retired*: dropped from the pool and never written again, since a worker
-that we gave up may still be reading it.
+slot of a holder that we have lost is *retired*, and never written again: a worker that we gave up may still be
+reading it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Slot:
         views: Each stored leaf of the layout, in its order, as a view into ``memory``.
         descriptor: Of the memory file behind it, to hand to workers; -1 where it is private.
         holders: Who needs its bytes to stay as they are.
+        retired: Whether it is never to be written again.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Slot:
     views: list[Tensor]
     descriptor: int
     holders: set[Hashable] = field(default_factory=set)
+    retired: bool = False
 
 
 class SlotPool:
@@ -57,6 +59,7 @@ class SlotPool:
         self._slots: dict[int, Slot] = {}
         self._made = 0
         self._mutex = threading.RLock()
+        self._any_retired = False
 
     def prefault(self, count: int) -> None:
         """Make slots and touch their pages now: the first touch of a slot costs several times a later write."""
@@ -67,8 +70,9 @@ class SlotPool:
     def try_acquire(self, holder: Hashable) -> Slot | None:
         """A slot that nobody holds, now held by ``holder``; ``None`` while every slot is held."""
         with self._mutex:
-            free = next((slot for slot in self._slots.values() if not slot.holders), None)
-            if free is None and len(self._slots) < self.max_slots:
+            in_use = [slot for slot in self._slots.values() if not slot.retired]
+            free = next((slot for slot in in_use if not slot.holders), None)
+            if free is None and len(in_use) < self.max_slots:
                 free = self._make()
             if free is not None:
                 free.holders.add(holder)
@@ -88,24 +92,28 @@ class SlotPool:
         """``holder`` does not need it any more."""
         with self._mutex:
             slot.holders.discard(holder)
+        self._dispose()
 
-    def release_all(self, holder: Hashable, *, keep: Slot | None = None) -> None:
-        """``holder`` needs none of the slots any more, except perhaps one."""
+    def release_all(self, holder: Hashable, *, keep: Slot) -> None:
+        """``holder`` needs none of the slots any more, except one."""
         with self._mutex:
             for slot in self._slots.values():
                 if slot is not keep:
                     slot.holders.discard(holder)
+        self._dispose()
 
     def retire_all(self, holder: Hashable) -> None:
-        """``holder`` is lost, and may read its slots for ever: drop those that it holds from the pool."""
+        """``holder`` is lost, and may read its slots for ever: they are never written again.
+
+        Others that hold them go on using them; with the last one they are disposed of.
+        """
         with self._mutex:
-            retired = [slot for slot in self._slots.values() if holder in slot.holders]
-            for slot in retired:
-                del self._slots[slot.index]
-                _close(slot)
-        for slot in retired:
-            for tell in self.when_retired:
-                tell(slot.index)
+            for slot in self._slots.values():
+                if holder in slot.holders:
+                    slot.holders.discard(holder)
+                    slot.retired = True
+                    self._any_retired = True
+        self._dispose()
 
     def close(self) -> None:
         """Give every slot up. The memory goes when its last user has unmapped it."""
@@ -116,6 +124,20 @@ class SlotPool:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def _dispose(self) -> None:
+        """Drop retired slots that nobody holds any more."""
+        if not self._any_retired:
+            return
+        with self._mutex:
+            gone = [slot for slot in self._slots.values() if slot.retired and not slot.holders]
+            for slot in gone:
+                del self._slots[slot.index]
+                _close(slot)
+            self._any_retired = any(slot.retired for slot in self._slots.values())
+        for slot in gone:
+            for tell in self.when_retired:
+                tell(slot.index)
 
     def _make(self) -> Slot:
         descriptor = create_memory_file("lightning_weightsync-weights") if self.shared else -1
