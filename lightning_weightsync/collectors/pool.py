@@ -83,6 +83,7 @@ class WorkerPool:
         )
         self._workers: list[_Worker] = []
         self._reading = threading.RLock()
+        self._told_to_build = False
         try:
             for model_id, scheme in schemes.items():
                 scheme.init_on_sender(model_id, context=self)
@@ -119,6 +120,7 @@ class WorkerPool:
         info = self.hub.info if self.schemes else None
         blob = _pickled(factory, self.schemes, info)
         everybody = list(range(self.num_workers))
+        self._told_to_build = True
         for index, worker in enumerate(self._workers):
             self._send(
                 index,
@@ -222,7 +224,8 @@ class WorkerPool:
 
     def shutdown(self, timeout: float) -> None:
         """Stop every worker within ``timeout`` seconds overall: ask all, then kill those that are left. Idempotent."""
-        deadline = time.monotonic() + timeout
+        # An interpreter that still imports hears nothing yet, and has nothing to close.
+        deadline = time.monotonic() + (timeout if self._told_to_build else 0.0)
         for worker in self._workers:
             worker.process.ask_to_stop()
         # Before they are waited for: a worker that is connecting waits for the sender, not for its parent.

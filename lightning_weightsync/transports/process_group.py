@@ -5,8 +5,8 @@ created, joined or used. Two ranks per group means that one worker's fault is on
 for good after a failed or timed-out wait. gloo checks neither dtype nor size, so both ends must agree on the slot's
 size beforehand.
 
-The store is needed only while the two meet. It listens on the given address (a ``TCPStore`` left to itself listens on
-all).
+The store is needed only while the two meet, but gloo's groups hold on to it: it listens until the last of them is
+closed, on the given address (a ``TCPStore`` left to itself listens on all).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SENDER_RANK, RECEIVER_RANK = 0, 1
 
 
 class RendezvousStore:
-    """The sender's ``TCPStore``, listening on ``host`` only, for as long as pair groups are being formed.
+    """The sender's ``TCPStore``, listening on ``host`` only, by which pair groups are formed.
 
     Args:
         host: Address to listen on.
@@ -57,7 +57,7 @@ class RendezvousStore:
         return PrefixStore(prefix, self._store)
 
     def close(self) -> None:
-        """Stop listening; pairs that have met do not need the store any more."""
+        """Let go of the store; it stops listening when the last pair that was formed by it is closed."""
         self._store = None
 
 

@@ -139,6 +139,7 @@ class Stream:
             batch["observation"] = torch.rand(4, 3)
             self.policy.eval()(batch)
             batch["q"] = self.nets["q"].weight.detach().sum().expand(4).clone()
+            time.sleep(0.02)
             yield batch
 
     def close(self) -> None:

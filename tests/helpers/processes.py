@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 MARKER = "LIGHTNING_WEIGHTSYNC_TEST_RUN"
 
@@ -25,6 +26,25 @@ def marked() -> Iterator[Callable[[], list[int]]]:
             del os.environ[MARKER]
         else:
             os.environ[MARKER] = before
+
+
+@contextmanager
+def nothing_left(capture: Any) -> Iterator[Callable[[], list[int]]]:
+    """Fails if a process, zombie, listening port or thread of ours is left at the end, or somebody complained on stderr.
+
+    Args:
+        capture: pytest's ``capfd``; workers inherit the descriptor.
+    """
+    ports, threads = listening_ports(), our_threads()
+    with marked() as processes:
+        yield processes
+        assert wait_until(lambda: not processes(), 5), processes()
+    assert not zombies()
+    assert listening_ports() <= ports
+    assert our_threads() == threads
+    printed = capture.readouterr().err
+    # The latter are warnings and errors of torch's C++ side, of c10d above all.
+    assert not any(sign in printed for sign in ("Traceback", "[W", "[E")), printed
 
 
 def processes_with(value: str) -> list[int]:

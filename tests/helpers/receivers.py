@@ -111,6 +111,10 @@ class ReceiverProcess:
         self._process.kill()
         self._process.wait()
 
+    def wait(self, timeout: float = CALL_SECONDS) -> int:
+        """Its exit code, once it has ended by itself: what it was connected to may see its end a moment earlier."""
+        return self._process.wait(timeout)
+
     def stop(self) -> None:
         """SIGSTOP."""
         self._process.send_signal(signal.SIGSTOP)
@@ -235,7 +239,7 @@ def _main(descriptor: int) -> None:
 
     import torch
 
-    import lightning_weightsync.schemes.distributed
+    import lightning_weightsync.schemes.distributed  # noqa: F401 - every test needs it
     from tests.helpers.holdings import holdings, warm_up
 
     torch.set_num_threads(1)

@@ -5,6 +5,9 @@ The functions that take a ``box`` are the receiver's script, run over there by `
 
 from __future__ import annotations
 
+import copy
+import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -50,6 +53,25 @@ def version(box: SimpleNamespace) -> int:
 
 def shutdown(box: SimpleNamespace) -> None:
     box.scheme.shutdown()
+
+
+def hold_gate(box: SimpleNamespace) -> None:
+    """A policy call that does not end before ``release_gate``, in a thread of its own."""
+    box.release, entered = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with box.scheme.gate:
+            entered.set()
+            box.release.wait(30)
+
+    box.reader = threading.Thread(target=read, name="slow policy call")
+    box.reader.start()
+    assert entered.wait(5)
+
+
+def release_gate(box: SimpleNamespace) -> None:
+    box.release.set()
+    box.reader.join(5)
 
 
 # --- run in the test's process -------------------------------------------------------------------------------------
@@ -176,6 +198,12 @@ def assert_same_bits(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         assert raw(got[name]) == raw(tensor), f"{name} differs"
 
 
+def assert_text(error: BaseException, *patterns: str) -> None:
+    """Each pattern is found in what the error says."""
+    for pattern in patterns:
+        assert re.search(pattern, str(error)), f"{pattern!r} is not in {str(error)!r}"
+
+
 def fill(model: nn.Module, value: float) -> None:
     """Every leaf of a module holds this value, as far as its dtype can."""
     with torch.no_grad():
@@ -198,8 +226,14 @@ def randomise(tensors: Iterable[Tensor], seed: int) -> None:
 
 def altered(model: nn.Module) -> nn.Module:
     """A copy of a module that agrees with it in no leaf."""
-    import copy
-
     other = copy.deepcopy(model)
     randomise(other.state_dict().values(), seed=999)
     return other
+
+
+def layers(width: int = 4, *, depth: int = 1, dtype: torch.dtype = torch.float32, buffer: bool = True) -> nn.Sequential:
+    """A few small layers, and a buffer."""
+    net = nn.Sequential(nn.Linear(3, width), *(nn.Linear(width, width) for _ in range(depth))).to(dtype)
+    if buffer:
+        net.register_buffer("scale", torch.ones(2))
+    return net

@@ -36,7 +36,7 @@ from tests.helpers.collectors import (
     update_at_batch_or_step,
 )
 from tests.helpers.policies import Policy, Value, fingerprint, sha256
-from tests.helpers.processes import listening_ports, marked, our_threads, wait_until, zombies
+from tests.helpers.processes import nothing_left, wait_until, zombies
 
 
 def group_of(num_workers, collector=gym_collector, *, destinations=("policy",), timeout=60.0, **kwargs):
@@ -50,15 +50,8 @@ def take(group, count=1):
 
 @pytest.fixture
 def no_leftovers(capfd):
-    """No process, zombie, listening port or thread of the package outlives the test, and nobody printed a traceback."""
-    ports, threads = listening_ports(), our_threads()
-    with marked() as processes:
+    with nothing_left(capfd) as processes:
         yield processes
-        assert wait_until(lambda: not processes(), 5), processes()
-    assert not zombies()
-    assert listening_ports() <= ports
-    assert our_threads() == threads
-    assert "Traceback" not in (printed := capfd.readouterr().err), printed
 
 
 class NoCollector:
@@ -84,7 +77,8 @@ class Endless(Stream):
 
 
 def test_a_group_works_without_lightning_from_start_to_shutdown(no_leftovers):
-    group, policy = group_of(2), Policy(1)
+    # An environment with a process of its own, as those with a simulator have; stopping the worker ends it too.
+    group, policy = group_of(2, partial(gym_collector, env=ParentEnv)), Policy(1)
     assert group.version == 0 and group.stats() == {}
     with pytest.raises(RuntimeError, match=r"new.*start\(\)"):
         take(group)
@@ -118,7 +112,8 @@ def test_a_group_works_without_lightning_from_start_to_shutdown(no_leftovers):
 
     stats = group.stats()
     assert list(stats) == [0, 1]
-    assert sorted(stat["pid"] for stat in stats.values()) == no_leftovers()
+    assert {stat["pid"] for stat in stats.values()} < set(no_leftovers())
+    assert len(no_leftovers()) == 2 + 2 * NUM_ENVS
     for stat in stats.values():
         wanted = {"state": "connected", "cause": None, "run": 1, "version": 1, "generation": 0, "restarts": 0}
         assert {name: stat[name] for name in wanted} == wanted
@@ -135,7 +130,7 @@ def test_a_group_works_without_lightning_from_start_to_shutdown(no_leftovers):
     group.shutdown()
     assert time.monotonic() - started < 2
     group.shutdown()
-    assert not no_leftovers()
+    assert wait_until(lambda: not no_leftovers(), 1)  # an orphan is reaped by somebody else
     assert group.version == 1
     assert {stat["state"] for stat in group.stats().values()} == {"stopped"}
     for refused in (group.update_policy_weights_, group.digest, lambda: take(group)):
@@ -458,15 +453,6 @@ def test_a_worker_imports_neither_lightning_nor_hydra_and_is_no_rank_of_the_trai
     assert not torch.distributed.is_initialized()
 
 
-def test_processes_that_an_environment_started_go_with_their_worker(no_leftovers):
-    group = group_of(1, partial(gym_collector, env=ParentEnv, num_envs=1))
-    group.start({"policy": Policy(0)})
-    take(group)
-    assert len(no_leftovers()) == 2
-    group.shutdown()
-    assert wait_until(lambda: not no_leftovers(), 1)
-
-
 def test_workers_differ_from_each_other_and_a_run_can_be_repeated():
     def first_batches(seed, num_workers):
         with group_of(num_workers, seed=seed) as group:
@@ -567,6 +553,15 @@ def test_a_factory_that_does_not_pickle_is_a_type_error(no_leftovers):
     group.start()
     with pytest.raises(TypeError, match=r"cannot be pickled.*inside the factory"):
         group.update_policy_weights_(Policy(0))
+    assert not group.running
+
+
+def test_interpreters_that_were_told_nothing_yet_are_not_waited_for(no_leftovers):
+    group = group_of(2)
+    group.launch()
+    started = time.monotonic()
+    group.shutdown()
+    assert time.monotonic() - started < 1
 
 
 def test_a_worker_that_is_not_ready_in_time_is_named_and_stopped(no_leftovers):

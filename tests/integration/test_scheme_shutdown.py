@@ -14,7 +14,7 @@ from torch import nn
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings
-from tests.helpers.schemes import altered, assert_same_bits, fill, leaves_of
+from tests.helpers.schemes import altered, assert_same_bits, fill, hold_gate, leaves_of, release_gate
 
 both_ways = pytest.mark.parametrize("sync", [True, False], ids=["receive()", "background thread"])
 
@@ -89,26 +89,6 @@ def test_a_send_of_more_bytes_than_sockets_hold(connect):
     send.assert_waiting()
     assert shut_down_here(connected.scheme) < 1.0
     assert list(send.outcome(1.0).failed) == [0]
-
-
-def hold_gate(box):
-    """Like a policy call that does not end."""
-    box.release = threading.Event()
-    box.entered = threading.Event()
-
-    def read():
-        with box.scheme.gate:
-            box.entered.set()
-            box.release.wait(30)
-
-    box.reader = threading.Thread(target=read, name="policy call")
-    box.reader.start()
-    assert box.entered.wait(5)
-
-
-def release_gate(box):
-    box.release.set()
-    box.reader.join(5)
 
 
 def test_a_send_that_waits_for_a_gate(connect):

@@ -12,7 +12,16 @@ from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncTimeout,
 from lightning_weightsync.schemes.base import push_models
 from lightning_weightsync.transports.hub import LinkHub
 from tests.helpers import schemes
-from tests.helpers.schemes import Link, altered, assert_same_bits, fill, leaves_of
+from tests.helpers.schemes import (
+    Link,
+    altered,
+    assert_same_bits,
+    assert_text,
+    fill,
+    hold_gate,
+    leaves_of,
+    release_gate,
+)
 
 
 def twin_layers(size=256):
@@ -239,24 +248,6 @@ def test_if_the_second_model_fails_neither_is_changed_and_the_next_push_brings_b
 # --- the gate and the deadline -------------------------------------------------------------------------------------
 
 
-def hold_gate(box):
-    box.release, box.entered = threading.Event(), threading.Event()
-
-    def read():
-        with box.scheme.gate:
-            box.entered.set()
-            box.release.wait(30)
-
-    box.reader = threading.Thread(target=read, name="slow policy call")
-    box.reader.start()
-    assert box.entered.wait(5)
-
-
-def release_gate(box):
-    box.release.set()
-    box.reader.join(5)
-
-
 def test_a_version_that_missed_its_deadline_at_the_gate_is_never_applied_later(connect):
     source = nn.Linear(3, 2)
     fill(source, 1.0)
@@ -284,13 +275,6 @@ def test_a_version_that_missed_its_deadline_at_the_gate_is_never_applied_later(c
     connected.push()
     assert connected.versions == [2, 2]
     assert set(connected.leaves(0)["weight"].unique().tolist()) == {3.0}
-
-
-def assert_text(error, *patterns):
-    import re
-
-    for pattern in patterns:
-        assert re.search(pattern, str(error)), f"{pattern!r} is not in {str(error)!r}"
 
 
 def test_a_push_waits_for_the_gate_as_long_as_its_deadline_allows(connect):

@@ -410,6 +410,7 @@ def test_the_watch_is_told_who_is_missing_and_may_give_up(rendezvous, closing):
     accepting = Call(rendezvous.accept, [0, 1], soon(), watch)
     there = closing(authenticated(rendezvous))
     silent = closing(dial(rendezvous))
+    read_exactly(silent, 36)
     say_hello(there)
     with pytest.raises(ZeroDivisionError, match="enough"):
         accepting.result()
