@@ -93,4 +93,4 @@ class WorkerContext:
     def end(self) -> None:
         """End the link."""
         if self.receiver_link is not None:
-            self.receiver_link.end()
+            self.receiver_link.end(keep_models=False)  # the process is about to end

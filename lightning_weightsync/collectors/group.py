@@ -21,8 +21,8 @@ from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.pool import Rollout, WorkerPool, WorkerState
 from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme
-from lightning_weightsync.schemes.staging import Weights
-from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.schemes.strategy import Weights
+from lightning_weightsync.transports.hub import LinkHub, PushHandle
 
 EPISODE_WINDOW = 100
 GRACE_AFTER_FAILURE = 2.0
@@ -241,8 +241,32 @@ class CollectorGroup:
             self.connect(pushed)
             return
         pool = self._running_pool()
-        ids = pool.check_ids(worker_ids)
-        pool.push(pushed, ids, timeout=max(self.weight_sync_schemes[name].timeout for name in pushed))
+        handle = pool.push(pushed, pool.check_ids(worker_ids), timeout=self._timeout(pushed))
+        if handle is not None:
+            handle.wait()
+
+    def send_async(self, weights_dict: Mapping[str, Weights | PerWorker] | None = None) -> PushHandle | None:
+        """Snapshot the weights as one version and return; a background thread delivers it. Blocks on no worker.
+
+        Args:
+            weights_dict: Weights for each destination; ``None`` reads again what was given to ``connect``.
+
+        Returns:
+            The handle, which tells what became of the push; ``None`` without worker processes, where it is applied at
+            once.
+
+        Raises:
+            LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
+            RuntimeError: The group is not connected.
+        """
+        if self._state is not GroupState.RUNNING:
+            raise RuntimeError(f"the group is {self._state.value}: connect it first")
+        pushed = self._destinations(None, None, self._sources if weights_dict is None else weights_dict)
+        pool = self._running_pool()
+        handle = pool.push(pushed, pool.check_ids(None), timeout=self._timeout(pushed), replaceable=True)
+        if handle is not None and self.hub is not None:
+            self.hub.dispatcher.run_in_background()
+        return handle
 
     def digest(self, model_id: str = "policy") -> dict[int, str]:
         """SHA-256 over each worker's live leaves, in layout order: ``worker_idx`` -> hexadecimal digits."""
@@ -421,6 +445,9 @@ class CollectorGroup:
                 raise ValueError(f"no weights are given for {model_id!r}, and none were before")
             weights = self._sources[model_id]
         return {model_id: weights}
+
+    def _timeout(self, destinations: Mapping[str, object]) -> float:
+        return max(self.weight_sync_schemes[name].timeout for name in destinations)
 
     def _known(self, model_id: str) -> None:
         if model_id not in self.weight_sync_schemes:

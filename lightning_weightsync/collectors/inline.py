@@ -20,9 +20,12 @@ from lightning_weightsync.collectors.context import WorkerContext
 from lightning_weightsync.collectors.pool import Rollout, WorkerState
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme, is_per_worker
-from lightning_weightsync.schemes.staging import StagedModel, Weights
-from lightning_weightsync.schemes.transaction import Transaction
-from lightning_weightsync.transports.layout import WeightLayout
+from lightning_weightsync.schemes.extra_state import unpack
+from lightning_weightsync.schemes.source import Source
+from lightning_weightsync.schemes.staging import StagedModel
+from lightning_weightsync.schemes.strategy import Weights
+from lightning_weightsync.schemes.transaction import Staged, Transaction
+from lightning_weightsync.transports.slots import SlotPool
 
 _NEVER = 365 * 86400.0  # seconds; the gate's condition variable takes no infinity
 
@@ -43,7 +46,7 @@ class InlinePool:
         self.bytes_pushed = 0
         self._pushing = threading.Lock()
         self._context: WorkerContext | None = None
-        self._models: dict[str, StagedModel] = {}
+        self._models: dict[str, tuple[Source, StagedModel, SlotPool]] = {}
         self._batches: Iterator[TensorDictBase] = iter(())
         self._random_state = torch.get_rng_state()
         self._frames = 0
@@ -63,8 +66,9 @@ class InlinePool:
             self._random_state = torch.get_rng_state()
         for model_id, scheme in self.schemes.items():
             model = StagedModel(model_id, self._context.get_model(model_id), scheme.strategy, strict=scheme.strict)
-            model.bind(WeightLayout.of(scheme.strategy.leaves(_own(weights[model_id]))))
-            self._models[model_id] = model
+            source = Source(model_id, _own(weights[model_id]), scheme.strategy, scheme.wire_dtype)
+            model.bind(source.layout, extra_keys=source.extra_keys, casts=scheme.wire_dtype is not None)
+            self._models[model_id] = (source, model, SlotPool(source.layout, 1, shared=False))
         self.push(weights, [0], timeout=_NEVER, initial=True)
         self._batches = iter(self._context.collector)
         self._state = WorkerState.CONNECTED
@@ -87,19 +91,25 @@ class InlinePool:
         *,
         timeout: float,
         initial: bool = False,
+        replaceable: bool = False,
     ) -> None:
         """One version of these destinations, applied by the calling thread."""
         deadline = time.monotonic() + timeout
         context = self._built()
-        models = [self._models[model_id] for model_id in weights]
         with self._pushing:
-            for model in models:
-                model.fill(_own(weights[model.model_id]))
-                self.bytes_pushed += model.layout.nbytes
+            staged = []
+            for model_id, given in weights.items():
+                source, model, slots = self._models[model_id]
+                slot = slots.try_acquire(self)
+                assert slot is not None  # there is one, and a push at a time
+                slots.release(slot, self)
+                extra = source.read(slot, _own(given))
+                staged.append(Staged(model, slot.memory, unpack(extra)))
+                self.bytes_pushed += slot.memory.numel()
             if not initial:
                 self.version += 1
-            push = Transaction(models, context.gate, self.run, self.version, deadline)
-            push.staged()
+            push = Transaction(context.gate, self.run, self.version, deadline)
+            push.stage(staged)
             push.commit()
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
@@ -120,7 +130,7 @@ class InlinePool:
     def digest(self, model_id: str) -> dict[int, str]:
         """SHA-256 over the collector's live leaves, as worker 0."""
         with self._pushing:
-            return {0: self._models[model_id].digest()}
+            return {0: self._models[model_id][1].digest()}
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """What is known of the one collector, as worker 0."""

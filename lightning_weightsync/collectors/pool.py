@@ -7,6 +7,7 @@ stops them. Policy (when to push, when to iterate, what to log) is the group's b
 from __future__ import annotations
 
 import select
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,9 @@ from lightning_weightsync.collectors.process import WorkerProcess
 from lightning_weightsync.collectors.rollouts import BatchReader
 from lightning_weightsync.errors import WeightSyncTimeout, WorkerDied, WorkerError
 from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme, is_per_worker, push_models
-from lightning_weightsync.schemes.staging import Weights
+from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.control import ChannelClosed, Message
-from lightning_weightsync.transports.hub import LinkHub, raise_failures
+from lightning_weightsync.transports.hub import LinkHub, PushHandle, raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
 
 _LOOK_AROUND_MS = 100
@@ -75,11 +76,13 @@ class WorkerPool:
         self.hub = LinkHub(
             num_workers,
             host=first.host if first is not None else "127.0.0.1",
+            local=any(scheme.wants_local for scheme in schemes.values()),
             connect_timeout=max(timeouts, default=None),
             heartbeat_timeout=max((s.heartbeat_timeout for s in schemes.values()), default=30.0),
             watcher=self,
         )
         self._workers: list[_Worker] = []
+        self._reading = threading.RLock()
         self._told_to_build = False
         try:
             for model_id, scheme in schemes.items():
@@ -135,7 +138,7 @@ class WorkerPool:
                 given = weights[model_id]
                 like = next(iter(given.values())) if is_per_worker(given) else given
                 scheme.attach(like, everybody, deadline)
-            self.push(weights, everybody, timeout=deadline - time.monotonic(), initial=True)
+            self.push(weights, everybody, timeout=deadline - time.monotonic(), initial=True).wait()
         self._await("connected", deadline, look_around)
 
     def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
@@ -149,10 +152,11 @@ class WorkerPool:
         *,
         timeout: float,
         initial: bool = False,
-    ) -> None:
-        """One version of these destinations, to these workers; see ``push_models``."""
+        replaceable: bool = False,
+    ) -> PushHandle:
+        """Put one version of these destinations on its way to these workers; see ``push_models``."""
         given = {self.schemes[model_id]: value for model_id, value in weights.items()}
-        push_models(self.hub, given, worker_ids, timeout=timeout, initial=initial)
+        return push_models(self.hub, given, worker_ids, timeout=timeout, initial=initial, replaceable=replaceable)
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
         """One batch from every worker, in worker order; valid until the next call. Blocks on the slowest.
@@ -179,14 +183,13 @@ class WorkerPool:
     def digest(self, model_id: str) -> dict[int, str]:
         """SHA-256 over each worker's live leaves, in layout order."""
         phase = f"digest of {model_id!r}"
-        with self.hub.pushing:  # another thread's push would get our answers, and we its acknowledgements
-            answers = self.hub.ask(
-                range(self.num_workers),
-                lambda link: link.channel.send("digest", model_id=model_id),
-                {"digested"},
-                phase=phase,
-                deadline=time.monotonic() + self.schemes[model_id].timeout,
-            )
+        answers = self.hub.ask(
+            range(self.num_workers),
+            lambda link: link.channel.send("digest", model_id=model_id),
+            {"digested"},
+            phase=phase,
+            deadline=time.monotonic() + self.schemes[model_id].timeout,
+        )
         raise_failures(answers.failed, phase)
         return {index: str(reply["digest"]) for index, reply in sorted(answers.replies.items())}
 
@@ -276,6 +279,10 @@ class WorkerPool:
 
     def _read(self, index: int, worker: _Worker) -> None:
         """Take in what the worker has sent; an error it tells of, or the end of its channel, is its end."""
+        with self._reading:  # the thread that delivers pushes asks for causes of death too
+            self._take_in(index, worker)
+
+    def _take_in(self, index: int, worker: _Worker) -> None:
         try:
             while (message := worker.process.jobs.poll()) is not None:
                 if message.kind == "error":

@@ -16,21 +16,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeGuard
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError
+from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.paths import resolve
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.receiver import ReceiverLink, layout_of_offer
-from lightning_weightsync.schemes.staging import StagedModel, Weights, snapshot
-from lightning_weightsync.schemes.strategy import StrategyName, WeightStrategy, nested
-from lightning_weightsync.transports.base import TransferFailed, TransportBackend
+from lightning_weightsync.schemes.source import Source
+from lightning_weightsync.schemes.staging import StagedModel
+from lightning_weightsync.schemes.strategy import StrategyName, Weights, WeightStrategy, nested
+from lightning_weightsync.transports.base import ReceiverTransport, SenderTransport, TransferFailed
 from lightning_weightsync.transports.control import Message
-from lightning_weightsync.transports.hub import LinkHub, Payload, raise_failures
-from lightning_weightsync.transports.layout import WeightLayout, allocate_slot
+from lightning_weightsync.transports.hub import LinkHub, Payload, PushHandle, raise_failures
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.rendezvous import StoreInfo
+from lightning_weightsync.transports.slots import Slot, SlotPool
 
 Role = Literal["sender", "receiver"]
 
@@ -51,6 +53,9 @@ class WeightSyncScheme(ABC):
         strategy: How leaves are found and written, see ``WeightStrategy``.
         strict: Whether the sender must have every leaf of the receiver. A leaf that only the sender has, or of another
             shape or dtype, is an error in any case.
+        apply: ``"auto"`` points the receiver's parameters at the slot where that is safe; ``"copy"`` always copies.
+        max_slots: How many slots the sender may make; ``None`` means workers + 2. With 1, receivers copy.
+        wire_dtype: Floating-point leaves travel in this dtype; the receiver keeps its own.
     """
 
     def __init__(
@@ -63,7 +68,16 @@ class WeightSyncScheme(ABC):
         host: str = "127.0.0.1",
         strategy: StrategyName = "tensordict",
         strict: bool = True,
+        apply: Literal["auto", "copy"] = "auto",
+        max_slots: int | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
+        if apply not in ("auto", "copy"):
+            raise ValueError(f"apply={apply!r}: choose 'auto' or 'copy'")
+        if max_slots is not None and max_slots < 1:
+            raise ValueError(f"max_slots={max_slots}: at least 1")
+        if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+            raise ValueError(f"wire_dtype={wire_dtype!r}: give a floating-point dtype, for example torch.bfloat16")
         for name, seconds in (
             ("timeout", timeout),
             ("connect_timeout", connect_timeout),
@@ -78,6 +92,9 @@ class WeightSyncScheme(ABC):
         self.host = host
         self.strategy = WeightStrategy(strategy)
         self.strict = strict
+        self.apply = apply
+        self.max_slots = max_slots
+        self.wire_dtype = wire_dtype
         self._reset()
 
     def _reset(self) -> None:
@@ -87,15 +104,15 @@ class WeightSyncScheme(ABC):
         self._source: Weights | None = None
         self._hub: LinkHub | None = None
         self._owns_hub = False
-        self._layout: WeightLayout | None = None
-        self._slot: Tensor = allocate_slot(0)
-        self._transports: dict[int, TransportBackend] = {}
+        self._reader: Source | None = None
+        self._pool: SlotPool | None = None
+        self._transports: dict[int, SenderTransport] = {}
         self._store_info: StoreInfo | None = None
         self._staged: StagedModel | None = None
         self._gate: Gate | None = None
         self._link: ReceiverLink | None = None
         self._owns_link = False
-        self._receiver_transport: TransportBackend | None = None
+        self._receiver_transport: ReceiverTransport | None = None
         self._worker_idx: int | None = None
         self._hooks: list[Callable[[Any, int], None]] = []
         self._ended = False
@@ -149,7 +166,11 @@ class WeightSyncScheme(ABC):
                 raise ValueError(f"num_workers={count!r}: give the number of workers, or a context that has it")
             self._owns_hub = True
             self._hub = LinkHub(
-                count, host=self.host, connect_timeout=self.connect_timeout, heartbeat_timeout=self.heartbeat_timeout
+                count,
+                host=self.host,
+                local=self.wants_local,
+                connect_timeout=self.connect_timeout,
+                heartbeat_timeout=self.heartbeat_timeout,
             )
         self._store_info = self._hub.info
 
@@ -172,13 +193,29 @@ class WeightSyncScheme(ABC):
             ValueError: A worker index that does not exist.
         """
         hub = self._sender_hub()
-        push_models(hub, {self: weights}, hub.check_ids(worker_ids), timeout=self.timeout)
+        push_models(hub, {self: weights}, hub.check_ids(worker_ids), timeout=self.timeout).wait()
 
-    def send_async(self, weights: Weights | None = None, worker_ids: int | Sequence[int] | None = None) -> Any:
-        """Not there yet: comes with the shared-memory engine."""
-        raise NotImplementedError(
-            "send_async is not there yet; use send(), which returns when every worker has applied"
-        )
+    def send_async(self, weights: Weights | None = None, worker_ids: int | Sequence[int] | None = None) -> PushHandle:
+        """Snapshot the weights and return; a background thread delivers them. Blocks on no worker.
+
+        The caller is held for one copy of the weights. Each worker has at most one waiting push: a newer one takes its
+        place, and the older handle says that it was superseded. (Only when all ``max_slots`` are held by slow workers
+        does the call wait, for a slot.)
+
+        Args:
+            weights: See ``send``.
+            worker_ids: See ``send``.
+
+        Raises:
+            LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
+            ValueError: A worker index that does not exist.
+            WeightSyncTimeout: No slot became free within ``timeout``.
+        """
+        hub = self._sender_hub()
+        ids = hub.check_ids(worker_ids)
+        handle = push_models(hub, {self: weights}, ids, timeout=self.timeout, replaceable=True)
+        hub.dispatcher.run_in_background()
+        return handle
 
     def attach(self, weights: Weights | None, worker_ids: Sequence[int], deadline: float) -> None:
         """Agree on the layout with each worker and open the transports; part of ``connect``.
@@ -193,11 +230,11 @@ class WeightSyncScheme(ABC):
         if weights is not None:
             self._source = weights
         model_id = self._known_model_id()
-        self._layout = WeightLayout.of(self.strategy.leaves(self._bound()))
-        if not self._layout.leaves:
+        reader = Source(model_id, self._bound(), self.strategy, self.wire_dtype)
+        if not reader.layout.leaves:
             raise ValueError(f"the source of {model_id!r} has neither parameters nor buffers")
-        self._slot = allocate_slot(self._layout.nbytes)
-        layout = self._layout.to_json()
+        layout = reader.layout.to_json()
+        max_slots = hub.num_workers + 2 if self.max_slots is None else self.max_slots
         phase = f"agreeing on the layout of {model_id!r}"
         with self._offering(deadline) as transport_offer:
 
@@ -206,7 +243,10 @@ class WeightSyncScheme(ABC):
                     "attach",
                     model_id=model_id,
                     layout=layout,
+                    extra_keys=reader.extra_keys,
+                    casts=self.wire_dtype is not None,
                     strict=self.strict,
+                    may_hold=max_slots > 1,
                     backend=self.backend_name,
                     transport=transport_offer(link),
                     budget=float(deadline - time.monotonic()),
@@ -216,18 +256,23 @@ class WeightSyncScheme(ABC):
             verdicts = {"attached", "mismatch", "attach_failed"}
             answers = hub.ask(worker_ids, offer, verdicts, phase=phase, deadline=deadline)
             _raise_refusals(model_id, answers.replies, answers.failed, phase)
+            self._reader = reader
+            self._pool = SlotPool(reader.layout, max_slots, shared=any(self.shares(hub.links[i]) for i in worker_ids))
+            self._pool.prefault(2)
 
             def open_transport(link: WorkerLink) -> None:
                 budget = float(deadline - time.monotonic())
                 link.channel.send("open", model_id=model_id, budget=budget, deadline=deadline)
 
             phase = f"opening the transport of {model_id!r}"
-            answers = hub.ask(worker_ids, open_transport, {"opening"}, phase=phase, deadline=deadline)
-            raise_failures(answers.failed, phase)
+            opened = hub.ask(worker_ids, open_transport, {"opening"}, phase=phase, deadline=deadline)
+            raise_failures(opened.failed, phase)
             for index in worker_ids:
                 link = hub.links[index]
-                transport = self.create_transport(link=link, offer=transport_offer(link))
-                link.when_ended(transport.close)
+                holds = bool(answers.replies[index]["holds"])
+                transport = self.create_transport(link=link, offer=transport_offer(link), holds=holds)
+                if transport is not self.shared_transport:
+                    link.when_ended(transport.close)
                 started = time.monotonic()
                 try:
                     transport.connect(deadline)
@@ -236,27 +281,51 @@ class WeightSyncScheme(ABC):
                     raise_failures({index: cause}, phase)
                 self._transports[index] = transport
 
-    def snapshot(self, weights: Weights | None, *, own_slot: bool = False) -> Tensor:
-        """Copy weights (``None``: what was bound) into a slot and return it; the source is only read.
+    def snapshot(self, weights: Weights | None, holder: object, deadline: float) -> tuple[Slot, bytes]:
+        """Copy weights (``None``: what was bound) into a free slot, which ``holder`` then holds.
 
-        Args:
-            weights: See ``send``.
-            own_slot: Make a slot for this snapshot alone, rather than use the scheme's.
+        Returns:
+            The slot, and the extra state as bytes.
+
+        Raises:
+            LayoutMismatchError: They are not the weights of ``connect``.
+            WeightSyncTimeout: No slot became free by the deadline (monotonic clock, seconds).
         """
-        if self._layout is None:
+        if self._reader is None or self._pool is None:
             raise RuntimeError(f"scheme {self._model_id!r} is not connected: call connect() first")
-        slot = allocate_slot(self._layout.nbytes) if own_slot else self._slot
-        snapshot(
-            self.strategy, self._bound() if weights is None else weights, self._layout, slot, self._known_model_id()
-        )
-        return slot
+        pool, taken = self._pool, []
 
-    def payload(self, worker_idx: int, slot: Tensor) -> Payload:
+        def got_slot() -> bool:
+            slot = pool.try_acquire(holder)
+            if slot is not None:
+                taken.append(slot)
+            return slot is not None
+
+        if not got_slot():
+            # Slots become free as workers answer, and somebody must listen to them.
+            self._sender_hub().dispatcher.wait_until(lambda: bool(taken) or got_slot(), deadline)
+        if not taken:
+            raise WeightSyncTimeout(
+                f"push of {self._model_id!r}: no slot became free in time; {len(pool)} (max_slots) are held by "
+                f"{', '.join(pool.holders())}"
+            )
+        try:
+            return taken[0], self._reader.read(taken[0], weights)
+        except BaseException:
+            pool.release(taken[0], holder)
+            raise
+
+    def release(self, slot: Slot, holder: object) -> None:
+        """``holder`` of a snapshot does not need it any more."""
+        if self._pool is not None:
+            self._pool.release(slot, holder)
+
+    def payload(self, worker_idx: int, slot: Slot, extra: bytes) -> Payload:
         """What a push hands to the hub for one worker."""
         transport = self._transports.get(worker_idx)
-        if transport is None:
+        if transport is None or self._pool is None:
             raise WeightSyncError(f"worker {worker_idx} is not connected for {self._model_id!r}: call connect() first")
-        return Payload(self._known_model_id(), slot, transport)
+        return Payload(self._known_model_id(), self._pool, slot, transport, extra)
 
     # --- the receiver's side -------------------------------------------------------------------------------------
 
@@ -288,7 +357,7 @@ class WeightSyncScheme(ABC):
         if model is None:
             self._role = None
             raise ValueError(f"{model_id!r}: give the model, or the context on which it is found")
-        self._staged = StagedModel(model_id, model, self.strategy, strict=self.strict)
+        self._staged = StagedModel(model_id, model, self.strategy, strict=self.strict, may_switch=self.apply == "auto")
         self._staged.applied_hooks += self._hooks
         if hasattr(context, "update_policy_weights_"):
             self._staged.applied_hooks.append(self._hand_on)
@@ -345,12 +414,19 @@ class WeightSyncScheme(ABC):
                 f"the sender moves {offer['model_id']!r} over backend={offer['backend']!r}, this worker was told "
                 f"{self.backend_name!r}: give both sides the same scheme"
             )
-        self._receiving().bind(layout_of_offer(offer), strict=offer["strict"])
+        self._receiving().bind(
+            layout_of_offer(offer),
+            extra_keys=offer["extra_keys"],
+            casts=offer["casts"],
+            strict=offer["strict"],
+            may_hold=offer["may_hold"],
+        )
 
-    def make_transport(self, offer: Message) -> TransportBackend:
+    def make_transport(self, offer: Message) -> ReceiverTransport:
         """This side's end of the offered transport; see ``schemes.receiver.Destination``."""
-        self._receiver_transport = self.create_transport(offer=offer["transport"])
-        return self._receiver_transport
+        transport: ReceiverTransport = self.create_transport(offer=offer["transport"])
+        self._receiver_transport = transport
+        return transport
 
     # --- both sides ----------------------------------------------------------------------------------------------
 
@@ -386,6 +462,8 @@ class WeightSyncScheme(ABC):
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
+        if self._pool is not None:
+            self._pool.close()
         self._ended = True
 
     def prepare_weights(
@@ -427,13 +505,22 @@ class WeightSyncScheme(ABC):
         return WeightReceiver(self)
 
     @property
+    def wants_local(self) -> bool:
+        """Whether the hub is to listen on a Unix socket for workers of this host."""
+        return False
+
+    @property
     @abstractmethod
     def backend_name(self) -> str:
         """What both sides must agree on to move bytes."""
 
     @abstractmethod
-    def create_transport(self, **kwargs: Any) -> TransportBackend:
-        """This side's end of the transport to one worker (``link``, ``offer``) or to the sender (``offer``)."""
+    def create_transport(self, **kwargs: Any) -> Any:
+        """A ``SenderTransport`` (from ``link``, ``offer``, ``holds``) or a ``ReceiverTransport`` (from ``offer``)."""
+
+    @abstractmethod
+    def shares(self, link: WorkerLink) -> bool:
+        """Whether this worker maps the sender's slots."""
 
     @abstractmethod
     def _offering(self, deadline: float) -> Any:
@@ -488,17 +575,17 @@ class WeightSyncScheme(ABC):
         return self._gate
 
     @property
-    def sender_transports(self) -> dict[int, TransportBackend]:
+    def sender_transports(self) -> dict[int, SenderTransport]:
         """One transport per connected worker."""
         return dict(self._transports)
 
     @property
-    def receiver_transport(self) -> TransportBackend | None:
+    def receiver_transport(self) -> ReceiverTransport | None:
         """The receiver's end, once connected."""
         return self._receiver_transport
 
     @property
-    def shared_transport(self) -> TransportBackend | None:
+    def shared_transport(self) -> SenderTransport | None:
         """The transport that all workers of this host share, where there is one."""
         return None
 
@@ -520,7 +607,7 @@ class WeightSyncScheme(ABC):
         try:
             hub.accept(everybody, deadline)
             self.attach(weights, everybody, deadline)
-            push_models(hub, {self: None}, everybody, timeout=deadline - time.monotonic(), initial=True)
+            push_models(hub, {self: None}, everybody, timeout=deadline - time.monotonic(), initial=True).wait()
         except BaseException:
             self.shutdown()
             raise
@@ -628,8 +715,9 @@ def push_models(
     *,
     timeout: float,
     initial: bool = False,
-) -> None:
-    """Push several models as one version: taken, snapshot, delivered and acknowledged under the hub's lock.
+    replaceable: bool = False,
+) -> PushHandle:
+    """Take one version, snapshot several models as it, and put it on its way; the caller may wait for the handle.
 
     Args:
         hub: Whose version it is.
@@ -638,35 +726,46 @@ def push_models(
         worker_ids: The targeted workers.
         timeout: Bounds the whole push, in seconds.
         initial: Deliver the current version instead of taking a new one.
+        replaceable: Whether a newer push of the same models may take its place where it has not been sent.
 
     Raises:
-        WeightSyncError: Workers that did not apply it are in ``.failed``; all others did.
         LayoutMismatchError: Weights are not those of ``connect``; nothing was sent and no version taken.
+        WeightSyncTimeout: No slot became free in time.
     """
     started = time.monotonic()
+    holder = _Snapshot()
+    taken: list[tuple[WeightSyncScheme, Slot]] = []
     with hub.pushing:
         hub.check_open()
-        payloads: dict[int, list[Payload]] = {index: [] for index in worker_ids}
-        failed: dict[int, Exception] = {}
-        for scheme, given in weights.items():
-            for index, slot in _slots(scheme, given, worker_ids).items():
-                try:
-                    payloads[index].append(scheme.payload(index, slot))
-                except WeightSyncError as error:
-                    failed[index] = error
-        if not initial:
-            hub.version += 1
-        remaining = max(0.001, timeout - (time.monotonic() - started))
-        phase = f"push of version {hub.version}"
         try:
-            hub.push(
-                {i: p for i, p in payloads.items() if i not in failed}, hub.version, timeout=remaining, initial=initial
-            )
-        except WeightSyncError as error:
-            if not failed:
-                raise
-            failed |= error.failed
-        raise_failures(failed, phase)
+            payloads: dict[int, list[Payload]] = {index: [] for index in worker_ids}
+            failed: dict[int, Exception] = {}
+            for scheme, given in weights.items():
+                for indices, own in _per_slot(scheme, given, worker_ids):
+                    slot, extra = scheme.snapshot(own, holder, started + timeout)
+                    taken.append((scheme, slot))
+                    for index in indices:
+                        try:
+                            payloads[index].append(scheme.payload(index, slot, extra))
+                        except WeightSyncError as error:
+                            failed[index] = error
+            if not initial:
+                hub.version += 1
+            reachable = {index: several for index, several in payloads.items() if index not in failed}
+            remaining = max(0.001, timeout - (time.monotonic() - started))
+            handle = hub.push(reachable, hub.version, timeout=remaining, initial=initial, replaceable=replaceable)
+            handle.failed |= failed
+            return handle
+        finally:
+            for scheme, slot in taken:
+                scheme.release(slot, holder)
+
+
+class _Snapshot:
+    """Holds a slot while it is being written."""
+
+    def __repr__(self) -> str:
+        return "a snapshot that is being taken"
 
 
 def is_per_worker(weights: Weights | PerWorker | None) -> TypeGuard[PerWorker]:
@@ -674,18 +773,18 @@ def is_per_worker(weights: Weights | PerWorker | None) -> TypeGuard[PerWorker]:
     return isinstance(weights, dict) and bool(weights) and all(isinstance(key, int) for key in weights)
 
 
-def _slots(
+def _per_slot(
     scheme: WeightSyncScheme, weights: Weights | PerWorker | None, worker_ids: Sequence[int]
-) -> dict[int, Tensor]:
+) -> list[tuple[Sequence[int], Weights | None]]:
     """One snapshot for everybody, or one for each worker where each is given its own weights."""
     if not is_per_worker(weights):
-        return dict.fromkeys(worker_ids, scheme.snapshot(weights))
+        return [(worker_ids, weights)]
     left_out = [index for index in worker_ids if index not in weights]
     if left_out:
         raise ValueError(
             f"{scheme.model_id!r}: weights are given for workers {sorted(weights)}, but not for {left_out}"
         )
-    return {index: scheme.snapshot(weights[index], own_slot=True) for index in worker_ids}
+    return [([index], weights[index]) for index in worker_ids]
 
 
 def _raise_refusals(model_id: str, replies: Mapping[int, Message], failed: Mapping[int, Exception], phase: str) -> None:

@@ -14,17 +14,19 @@ import torch
 
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.strategy import StrategyName
-from lightning_weightsync.transports.base import TransportBackend
+from lightning_weightsync.transports.base import ReceiverTransport, SenderTransport
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.process_group import (
     RECEIVER_RANK,
     SENDER_RANK,
-    ProcessGroupTransport,
+    ProcessGroupReceiver,
+    ProcessGroupSender,
     RendezvousStore,
     backend_available,
     remote_store,
 )
 from lightning_weightsync.transports.rendezvous import check_host
+from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 
 BACKENDS = ("gloo", "nccl")
 
@@ -39,13 +41,17 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         timeout: Bounds one push as a whole, in seconds.
         connect_timeout: Bounds ``connect``, in seconds; ``None`` means 60 and 2 per worker.
         heartbeat_timeout: Seconds of silence after which a worker that is being waited for counts as dead.
-        same_host: How to reach workers of this host; ``"network"`` (``"shared_memory"`` is not there yet).
-        apply: ``"copy"`` writes into the receiver's own tensors; ``"auto"`` chooses (as yet always to copy).
-        max_slots: Bound on the shared-memory slots; not there yet.
+        same_host: How to reach workers of this host: ``"shared_memory"`` (they map the sender's slots: one copy per
+            push, whatever their number) or ``"network"`` (as if they were elsewhere).
+        apply: ``"auto"`` points the receiver's parameters at the slot where that is safe (see ``schemes.staging``);
+            ``"copy"`` always copies into the receiver's own tensors.
+        max_slots: How many slots the sender may make; ``None`` means workers + 2. With 1, receivers copy and ``send``
+            waits.
         host: Address that the sender listens on; workers connect to it.
         strategy: ``"tensordict"`` or ``"state_dict"``, see ``WeightStrategy``.
         strict: Whether the sender must have every leaf of the receiver.
-        wire_dtype: Cast on the way; not there yet.
+        wire_dtype: Floating-point leaves travel in this dtype, for example ``torch.bfloat16``; the receiver keeps its
+            own.
 
     Raises:
         ValueError: A value that is not among those listed.
@@ -69,7 +75,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         *,
         connect_timeout: float | None = None,
         heartbeat_timeout: float = 30.0,
-        same_host: Literal["shared_memory", "network"] = "network",
+        same_host: Literal["shared_memory", "network"] = "shared_memory",
         apply: Literal["auto", "copy"] = "auto",
         max_slots: int | None = None,
         host: str = "127.0.0.1",
@@ -78,6 +84,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         check_host(host)
+        _choose("backend", backend, BACKENDS)
+        _choose("same_host", same_host, ("shared_memory", "network"))
         super().__init__(
             sync=sync,
             timeout=timeout,
@@ -86,63 +94,83 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             host=host,
             strategy=strategy,
             strict=strict,
+            apply=apply,
+            max_slots=max_slots,
+            wire_dtype=wire_dtype,
         )
-        _choose("backend", backend, BACKENDS)
-        _choose("same_host", same_host, ("shared_memory", "network"))
-        _choose("apply", apply, ("auto", "copy"))
-        for name, value, there in (
-            ("backend", backend, "gloo"),
-            ("same_host", same_host, "network"),
-            ("max_slots", max_slots, None),
-            ("wire_dtype", wire_dtype, None),
-        ):
-            if value != there:
-                raise NotImplementedError(f"{name}={value!r} is not there yet; use {name}={there!r}")
+        if backend != "gloo":
+            raise NotImplementedError(f"backend={backend!r} is not there yet; use backend='gloo'")
         if not backend_available(backend):
             raise ValueError(f"backend={backend!r} is not part of this build of torch")
         self.backend = backend
         self.same_host = same_host
-        self.apply = apply
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._store: RendezvousStore | None = None
+        self._shared: SharedMemoryTransport | None = None
 
     @property
     def backend_name(self) -> str:
         """The process groups' backend."""
         return self.backend
 
-    def create_transport(self, **kwargs: Any) -> TransportBackend:
-        """One end of a pair group.
+    @property
+    def wants_local(self) -> bool:
+        """Whether workers of this host may share memory with the sender."""
+        return self.same_host == "shared_memory"
+
+    @property
+    def shared_transport(self) -> SenderTransport | None:
+        """The transport of all workers that map the sender's slots, where there are such."""
+        return self._shared
+
+    def shares(self, link: WorkerLink) -> bool:
+        """Whether this worker maps the sender's slots: it is on this host, and ``same_host`` allows it."""
+        return self.wants_local and link.local
+
+    def create_transport(self, **kwargs: Any) -> SenderTransport | ReceiverTransport:
+        """One end of the shared slots, or of a pair group.
 
         Args:
-            **kwargs: ``offer`` (host, port and prefix of the store; both sides), ``link`` (sender only).
+            **kwargs: ``offer`` (what the sender says about the transport); on the sender ``link``, and ``holds``
+                (whether the worker keeps a slot as its current weights).
         """
         offer: Mapping[str, Any] = kwargs["offer"]
         link: WorkerLink | None = kwargs.get("link")
-        if link is not None:
-            store = self._store
-
-            def make_store(seconds: float) -> Any:
-                return store.prefixed(offer["prefix"])
-
-            return ProcessGroupTransport(self.backend, SENDER_RANK, make_store, self.host)
-        return ProcessGroupTransport(
-            self.backend,
-            RECEIVER_RANK,
-            lambda seconds: remote_store(offer["host"], offer["port"], offer["prefix"], seconds),
-            self._receiver_link().local_host,  # `self.host` is the sender's, perhaps another machine's
-        )
+        if link is None:
+            if offer["shared"]:
+                return SharedMemoryReceiver()
+            return ProcessGroupReceiver(
+                self.backend,
+                RECEIVER_RANK,
+                lambda seconds: remote_store(offer["host"], offer["port"], offer["prefix"], seconds),
+                self._receiver_link().local_host or offer["host"],  # not `self.host`: that is the sender's
+            )
+        if offer["shared"]:
+            if self._shared is None:
+                assert self._pool is not None
+                self._shared = SharedMemoryTransport(self._known_model_id(), self._pool)
+            self._shared.add(link, holds=kwargs["holds"])
+            return self._shared
+        store = self._store
+        assert store is not None
+        return ProcessGroupSender(self.backend, SENDER_RANK, lambda seconds: store.prefixed(offer["prefix"]), self.host)
 
     @contextmanager
     def _offering(self, deadline: float) -> Iterator[Callable[[WorkerLink], dict[str, Any]]]:
+        hub = self._sender_hub()
         self._store = store = RendezvousStore(self.host, deadline - time.monotonic())
         try:
             yield lambda link: {
+                "shared": self.shares(link),
                 "host": store.host,
                 "port": store.port,
-                "prefix": f"{self._sender_hub().run}/{link.worker_idx}/{link.generation}/{self.model_id}",
+                "prefix": f"{hub.run}/{link.worker_idx}/{link.generation}/{self.model_id}",
             }
         finally:
             store.close()
-            del self._store
+            self._store = None
 
 
 def _choose(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ A second small thread sends heartbeats, so that a long environment step is not t
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -18,16 +19,21 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from lightning_weightsync.errors import LayoutMismatchError, StaleVersionError, WeightSyncError, WeightSyncTimeout
+from lightning_weightsync.schemes.extra_state import unpack
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.staging import StagedModel
-from lightning_weightsync.schemes.transaction import Transaction, check_newer
-from lightning_weightsync.transports.base import TransferFailed, TransportBackend
+from lightning_weightsync.schemes.transaction import Staged, Transaction, check_newer
+from lightning_weightsync.transports.base import ReceiverTransport, TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.rendezvous import StoreInfo, join
+from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver
 
 _NEVER = 365 * 86400.0
+_LEAVE_SECONDS = 0.3
 
 
 class Destination(Protocol):
@@ -42,7 +48,7 @@ class Destination(Protocol):
         """Check the sender's backend and layout; raises ``WeightSyncError`` or ``LayoutMismatchError``."""
         ...
 
-    def make_transport(self, offer: Message) -> TransportBackend:
+    def make_transport(self, offer: Message) -> ReceiverTransport:
         """This side's end of the transport that the sender has offered; it is connected later."""
         ...
 
@@ -72,7 +78,7 @@ class ReceiverLink:
         self.cause: Exception | None = None
         self._destinations: dict[str, Destination] = {}
         self._offers: dict[str, Message] = {}
-        self._transports: dict[str, TransportBackend] = {}
+        self._transports: dict[str, ReceiverTransport] = {}
         self._joining: socket.socket | None = None
         self._channel: ControlChannel | None = None
         self._pending: Transaction | None = None
@@ -163,16 +169,25 @@ class ReceiverLink:
 
     def check_wanted(self) -> None:
         """See ``schemes.transaction.Origin``: a sender that gives a push up closes the link, and so does ``end``."""
+        if self.closed:
+            raise ChannelClosed("this end was shut down")
         if self._channel is not None:
             self._channel.check_open()
 
-    def end(self, cause: Exception | None = None) -> None:
-        """Close the channel and every transport; both threads leave. Idempotent, does not block on the sender."""
+    def end(self, cause: Exception | None = None, *, keep_models: bool = True) -> None:
+        """Close the channel and every transport; both threads leave. Idempotent, does not block on the sender.
+
+        Args:
+            cause: Why, if it is not in good order.
+            keep_models: Whether the models are used on: they are moved out of the sender's slots first.
+        """
         with self._ending:
             if self.closed:
                 return
             self.closed = True
             self.cause = cause
+        if keep_models:
+            self._leave_slots()
         self._ended.set()
         if self._channel is not None:
             self._channel.close()
@@ -185,9 +200,18 @@ class ReceiverLink:
             if thread is not threading.current_thread():
                 thread.join(0.9)
 
+    def _leave_slots(self) -> None:
+        # While the channel is open the sender writes nothing into them; once it is lost it never does again.
+        models = [self._destinations[name].staged_model for name in self._transports]
+        # If somebody stays in the gate, the models go on viewing the slots: harmless, but for the memory.
+        with contextlib.suppress(WeightSyncTimeout, RuntimeError), self.gate.alone(time.monotonic() + _LEAVE_SECONDS):
+            for model in models:
+                if model.holds_slot:
+                    model.detach()
+
     @property
-    def local_host(self) -> str:
-        """Address of this worker's interface to its sender."""
+    def local_host(self) -> str | None:
+        """Address of this worker's interface to its sender; ``None`` if they are connected by a Unix socket."""
         return self._open_channel().local_host
 
     def _join(self, deadline: float) -> ControlChannel:
@@ -236,7 +260,7 @@ class ReceiverLink:
             channel = self._open_channel()
             while True:
                 self._serve(channel.receive(None))
-        except (ChannelClosed, WeightSyncError) as error:
+        except Exception as error:  # whatever it is: a receiver that serves nobody must not look alive
             self.end(error)
 
     def _serve(self, message: Message) -> None:
@@ -248,6 +272,10 @@ class ReceiverLink:
             self._open(channel, message)
         elif message.kind == "push":
             self._push(channel, message)
+        elif message.kind == "slot":
+            self._learn_slot(message)
+        elif message.kind == "retire":
+            self._forget_slot(message)
         elif message.kind == "digest":
             destination = self._destinations.get(message["model_id"])
             with self.gate:
@@ -281,7 +309,8 @@ class ReceiverLink:
             channel.send("attach_failed", model_id=model_id, message=str(error))
         else:
             self._offers[model_id] = offer
-            channel.send("attached", model_id=model_id)
+            holds = destination.staged_model.holds_slot
+            channel.send("attached", model_id=model_id, local=channel.passes_descriptors, holds=holds)
 
     def _open(self, channel: ControlChannel, message: Message) -> None:
         model_id = message["model_id"]
@@ -297,23 +326,38 @@ class ReceiverLink:
             channel.close()
             raise ChannelClosed(f"the transport of {model_id!r} could not be opened: {error}") from error
 
+    def _learn_slot(self, message: Message) -> None:
+        transport = self._transports.get(message["model_id"])
+        if not isinstance(transport, SharedMemoryReceiver):
+            os.close(message.descriptor)
+            raise ChannelClosed(f"a slot came for {message['model_id']!r}, which has no shared memory")
+        try:
+            transport.learn(message["index"], message["nbytes"], message.descriptor)
+        except TransferFailed as error:
+            raise ChannelClosed(str(error)) from error
+
+    def _forget_slot(self, message: Message) -> None:
+        transport = self._transports.get(message["model_id"])
+        slot = transport.forget(message["index"]) if isinstance(transport, SharedMemoryReceiver) else None
+        if slot is not None:
+            self._destinations[message["model_id"]].staged_model.forget(slot)
+
     def _push(self, channel: ControlChannel, message: Message) -> None:
         run, version = message["run"], message["version"]
         deadline = time.monotonic() + message["budget"]
-        models = [self._model_of(entry) for entry in message["models"]]
-        push = Transaction(models, self.gate, run, version, deadline, origin=self)
+        push = Transaction(self.gate, run, version, deadline, origin=self)
         try:
-            for entry, model in zip(message["models"], models, strict=True):
-                # Received even if it is going to be refused: the next receive would get these bytes otherwise.
-                transport = self._transports[model.model_id]
-                transport.receive(model.staged, entry.get("ticket", {}), deadline)
+            # Taken in even if it is going to be refused: the next receive would get these bytes otherwise.
+            staged, extras = self._stage(message, deadline)
         except TransferFailed as error:
             push.abort(error)
             channel.close()
             raise ChannelClosed(f"the transfer of version {version} broke: {error}") from error
         try:
             check_newer((self.run, self.version), (run, version), initial=message["initial"])
-            push.staged()
+            push.stage(
+                [Staged(model, slot, unpack(extra)) for (model, slot), extra in zip(staged, extras, strict=True)]
+            )
             self._pending = push
             push.commit()
             if push.error is not None:  # aborted by a commit in another thread
@@ -333,8 +377,24 @@ class ReceiverLink:
             )
         else:
             channel.send("applied", run=run, version=version)
+            for model, slot in staged:
+                if model.holds_slot:
+                    self._transports[model.model_id].entered(slot)
         finally:
             self._pending = None
+
+    def _stage(self, message: Message, deadline: float) -> tuple[list[tuple[StagedModel, Tensor]], list[bytes]]:
+        staged: list[tuple[StagedModel, Tensor]] = []
+        extras: list[bytes] = []
+        start = 0
+        for entry in message["models"]:
+            model = self._model_of(entry)
+            slot = self._transports[model.model_id].stage(entry.get("ticket", {}), model.layout.nbytes, deadline)
+            staged.append((model, slot))
+            end = start + int(entry.get("extra", 0))
+            extras.append(message.blob[start:end])
+            start = end
+        return staged, extras
 
     def _model_of(self, entry: object) -> StagedModel:
         model_id = entry.get("model_id") if isinstance(entry, dict) else None

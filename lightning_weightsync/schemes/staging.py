@@ -1,33 +1,40 @@
-"""What does a receiver hold for one destination? Live leaves, the agreed layout, a slot for the next version.
+"""What does a receiver hold for one destination? Its live leaves, and how a staged slot becomes what they hold.
 
-Staging writes into the slot and touches no live tensor; applying copies the slot into the live tensors; rolling back
-restores what they held before. When to do which is the transaction's business.
+Where it is safe, a leaf is *switched*: its storage is pointed at the slot, and nothing is copied. Where it is not,
+the slot is copied into it. Either way the ``Parameter`` objects stay the same. When to apply or roll back is the
+transaction's business.
+
+Switched are parameters on the CPU that have the sender's dtype, own their whole storage contiguously, are not in
+shared memory, hold no gradient (a switch between a forward and its backward gives wrong gradients silently) and are
+written by nobody's ``load_state_dict``. Views of a switched leaf that were taken earlier do not follow it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+import copy
+import time
+from collections.abc import Callable, Collection
+from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_weightsync.errors import LayoutMismatchError
+from lightning_weightsync.schemes.extra_state import stateful_parts
+from lightning_weightsync.schemes.leaves import Leaves
 from lightning_weightsync.schemes.strategy import (
+    Weights,
     WeightStrategy,
     clean_name,
     load_state,
     mismatch_text,
     nested,
     non_persistent,
-    same_values,
     unwrap,
     write,
 )
-from lightning_weightsync.transports.layout import WeightLayout, allocate_slot, digest_of
-
-Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
+from lightning_weightsync.transports.layout import Leaf, WeightLayout, digest_of
 
 
 class StagedModel:
@@ -38,47 +45,162 @@ class StagedModel:
         target: The live model (or a TensorDict or dict of live tensors).
         strategy: How leaves are found and written.
         strict: Whether every leaf of the target must be in the sender's layout.
+        may_switch: Whether leaves may be switched at all (``apply="auto"``).
 
     Attributes:
         layout: The sender's layout, once ``bind`` has accepted it.
-        staged: The slot that the next version is written to (uint8, ``layout.nbytes`` long).
         applied_hooks: Called with ``(target, version)`` while the gate is still held alone.
+        switch_ms: How long the last ``apply`` took, in milliseconds.
     """
 
-    def __init__(self, model_id: str, target: Weights, strategy: WeightStrategy, *, strict: bool = True) -> None:
+    def __init__(
+        self,
+        model_id: str,
+        target: Weights,
+        strategy: WeightStrategy,
+        *,
+        strict: bool = True,
+        may_switch: bool = False,
+    ) -> None:
         self.model_id = model_id
         self.target = target
         self.strategy = strategy
         self.strict = strict
         self.applied_hooks: list[Callable[[Any, int], None]] = []
         self.layout = WeightLayout((), {})
-        self.staged = allocate_slot(0)
-        self._strict = strict
-        self._values: dict[str, Tensor] = {}
-        self._undo: Callable[[], None] | None = None
+        self.switch_ms = 0.0
+        self._may_switch = may_switch and strategy.extract_as == "tensordict" and isinstance(target, nn.Module)
+        self._casts = False
+        self._extra_keys: list[str] = []
+        self._leaves: Leaves | None = None
+        self._extra_parts: dict[str, nn.Module] = {}
+        self._switched: list[tuple[Tensor, str]] = []
+        self._copied: list[tuple[Tensor, str]] = []
+        self._views: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
+        self._undo: list[Callable[[], None]] = []
 
-    def bind(self, layout: WeightLayout, *, strict: bool | None = None) -> None:
-        """Accept a sender's layout, and make room for it.
+    @property
+    def holds_slot(self) -> bool:
+        """Whether leaves view the slot that was applied last, so that nobody may write it."""
+        return bool(self._switched)
+
+    def bind(
+        self,
+        layout: WeightLayout,
+        *,
+        extra_keys: Collection[str] = (),
+        casts: bool = False,
+        strict: bool | None = None,
+        may_hold: bool = True,
+    ) -> None:
+        """Accept a sender's layout.
+
+        Args:
+            layout: What the sender has.
+            extra_keys: ``state_dict`` keys of the extra states that travel with it.
+            casts: Whether floating-point leaves may be of another floating dtype (``wire_dtype``).
+            strict: Whether the sender is strict too.
+            may_hold: Whether the sender has slots enough for one to stay in force here; if not, every leaf is copied.
 
         Raises:
             LayoutMismatchError: The target does not have the same leaves; nothing is bound.
         """
+        self._casts = casts
+        self.strict = self.strict if strict is None else strict and self.strict
+        self._may_switch = self._may_switch and may_hold
+        self._extra_keys = sorted(extra_keys)
+        self._leaves = self._find_leaves(layout)
+        self.layout = layout
+
+    def apply(self, slot: Tensor, extra: dict[str, Any], *, keep_backup: bool) -> None:
+        """Make the live leaves hold what the slot holds. The caller holds the gate alone.
+
+        Args:
+            slot: The staged version (uint8, ``layout.nbytes`` long); not written again while ``holds_slot``.
+            extra: The extra state of submodules, by ``state_dict`` key.
+            keep_backup: Keep what is needed for ``roll_back``.
+        """
+        started = time.perf_counter()
+        self._undo = []
+        if self._leaves is None or self._leaves.stale() or self._must_copy_now():
+            # `self.mean = new_mean` has put another tensor in the place of a buffer, for example.
+            self._leaves = self._find_leaves(self.layout)
+        keep_backup = keep_backup or bool(self.applied_hooks) or bool(self._extra_parts)
+        if self.strategy.extract_as == "state_dict" and isinstance(self.target, nn.Module):
+            views, named = self.layout.views(slot), self.layout.by_name
+            self._undo.append(_remember(self.target))
+            load_state(
+                self.target, {n: views[named[n].name] for n in self._leaves.tensors if n in named}, strict=self.strict
+            )
+        else:
+            switch_to, copy_from = self._views_of(slot)
+            if keep_backup:
+                self._back_up()
+            for (leaf, _), view in zip(self._switched, switch_to, strict=True):
+                leaf.data = view
+            write([leaf for leaf, _ in self._copied], copy_from)
+        for key, part in self._extra_parts.items():
+            if key in extra:
+                self._undo.append(_restore_extra(part))
+                part.set_extra_state(extra[key])
+        self.switch_ms = 1e3 * (time.perf_counter() - started)
+
+    def roll_back(self) -> None:
+        """Restore what the live leaves held before ``apply``. The caller holds the gate alone."""
+        while self._undo:
+            self._undo.pop()()
+
+    def keep(self) -> None:
+        """The version is in force: the one before is not needed any more."""
+        self._undo = []
+
+    def forget(self, slot: Tensor) -> None:
+        """This slot is not going to be used again: let go of views of it that are not in force."""
+        self._views.pop(slot.data_ptr(), None)
+
+    def detach(self) -> None:
+        """Move leaves that view a slot into memory of their own. The caller holds the gate alone."""
+        own: dict[int, Tensor] = {}
+        for leaf, _ in self._switched:
+            leaf.data = own.setdefault(leaf.data_ptr(), leaf.data.clone())
+        self._switched, self._copied = [], self._switched + self._copied
+        self._may_switch = False
+        self._views = {}
+        self._undo = []
+
+    def digest(self) -> str:
+        """SHA-256 over the live leaves, in layout order, each stored leaf once."""
         live = self.strategy.leaves(self.target)
+        return digest_of(live[leaf.name] for leaf in self.layout.leaves if leaf.name in live)
+
+    def copy(self) -> TensorDict:
+        """A copy of the live leaves as a nested TensorDict."""
+        return nested({name: leaf.detach().clone() for name, leaf in self.strategy.leaves(self.target).items()})
+
+    def _find_leaves(self, layout: WeightLayout) -> Leaves:
+        """Match the live leaves with the layout's, and sort them into switched and copied ones."""
+        leaves = Leaves(self.target, self.strategy)
+        live = leaves.tensors
         ignored = non_persistent(self.target) if isinstance(self.target, nn.Module) else set()
         offered = {name: leaf for name, leaf in layout.by_name.items() if name not in ignored}
-        strict = self.strict if strict is None else strict and self.strict
-        missing = [name for name in live if name not in offered] if strict else []
-        unexpected = [name for name in offered if name not in live]
+        parts = stateful_parts(self.target)
+        missing = [n for n in live if n not in offered] + [k for k in parts if k not in self._extra_keys]
+        unexpected = [n for n in offered if n not in live] + [k for k in self._extra_keys if k not in parts]
+        if not isinstance(self.target, nn.Module):
+            unexpected = [name for name in unexpected if name not in self._extra_keys]
+        if not self.strict:
+            missing = []
         mismatched = {
-            name: f"sender {leaf.describe()}, receiver {own}"
+            name: f"sender {leaf.describe()}, receiver {_describe(live[name])}"
             for name, leaf in offered.items()
-            if name in live and (own := WeightLayout.of({name: live[name]}).leaves[0].describe()) != leaf.describe()
+            if name in live and not self._fits(leaf, live[name])
         }
-        mismatched |= _untied(offered, live, layout)
+        common = {name: live[name] for name in offered if name in live}
+        mismatched |= _untied(common, layout)
         mismatched |= {
             name: "cannot be written in place: its elements share memory"
-            for name in offered
-            if name in live and _overlaps(live[name])
+            for name, tensor in common.items()
+            if _overlaps(tensor)
         }
         if missing or unexpected or mismatched or not offered:
             what = f"{self.model_id!r} differs between sender and receiver"
@@ -90,102 +212,63 @@ class StagedModel:
                 unexpected=unexpected,
                 mismatched=mismatched,
             )
-        self.layout = layout
-        self.staged = allocate_slot(layout.nbytes)
-        self._strict = strict
-        views = layout.views(self.staged)
-        self._values = {name: views[layout.by_name[name].name] for name in live if name in offered}
+        self._extra_parts = {key: part for key, part in parts.items() if key in self._extra_keys}
+        self._views = {}
+        before = {id(leaf) for leaf, _ in self._switched}
+        self._switched, self._copied = [], []
+        seen: set[int] = set()
+        for name in live:
+            if name in offered and id(live[name]) not in seen:
+                seen.add(id(live[name]))
+                switchable = self._may_switch and _is_switchable(live[name], offered[name], ours=before)
+                (self._switched if switchable else self._copied).append((live[name], offered[name].name))
+        return leaves
 
-    def fill(self, weights: Weights) -> None:
-        """Stage weights that are in this process already (no transport between)."""
-        snapshot(self.strategy, weights, self.layout, self.staged, self.model_id)
+    def _fits(self, leaf: Leaf, live: Tensor) -> bool:
+        if leaf.shape != tuple(live.shape):
+            return False
+        both_floating = leaf.torch_dtype.is_floating_point and live.dtype.is_floating_point
+        return leaf.torch_dtype == live.dtype or (self._casts and both_floating)
 
-    def apply(self, *, keep_backup: bool) -> None:
-        """Copy the staged version into the live leaves. The caller holds the gate alone.
+    def _must_copy_now(self) -> bool:
+        """Whether a leaf that was switched so far has come to hold a gradient, or has left the CPU."""
+        return any(leaf.grad is not None or not leaf.is_cpu for leaf, _ in self._switched)
 
-        Args:
-            keep_backup: Copy what the leaves hold now first, so that ``roll_back`` can restore it.
+    def _views_of(self, slot: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The slot's leaves as the switched and the copied ones need them; made once per slot."""
+        known = self._views.get(slot.data_ptr())
+        if known is None:
+            views = self.layout.views(slot)
+            known = (slot, [views[name] for _, name in self._switched], [views[name] for _, name in self._copied])
+            self._views[slot.data_ptr()] = known
+        return known[1], known[2]
 
-        Raises:
-            LayoutMismatchError: The target has changed since ``bind``; nothing was copied, names each leaf.
-        """
-        # Looked up anew each time: `self.mean = new_mean` puts another tensor in the place of a buffer.
-        leaves = self.strategy.leaves(self.target)
-        changed = [name for name, value in self._values.items() if not _fits(leaves.get(name), value)]
-        if changed:
-            raise LayoutMismatchError(
-                f"{self.model_id!r} has changed in the receiver since it connected: {', '.join(changed)} "
-                "is gone, has another shape or dtype, or cannot be written in place",
-                mismatched=dict.fromkeys(changed, "changed since connect"),
-            )
-        if isinstance(self.target, nn.Module) and self.strategy.extract_as == "state_dict":
-            self._undo = _remember(self.target)
-            load_state(self.target, self._values, strict=self._strict)
-            return
-        live, values = [leaves[name] for name in self._values], list(self._values.values())
-        if keep_backup or self.applied_hooks:
-            backup = [leaf.detach().clone() for leaf in live]
-            self._undo = lambda: write(live, backup)
-        write(live, values)
+    def _back_up(self) -> None:
+        switched = [(leaf, leaf.data) for leaf, _ in self._switched]
+        copied = [(leaf, leaf.detach().clone()) for leaf, _ in self._copied]
 
-    def roll_back(self) -> None:
-        """Restore what the live leaves held before ``apply``. The caller holds the gate alone."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        def restore() -> None:
+            for leaf, data in switched:
+                leaf.data = data
+            write([leaf for leaf, _ in copied], [value for _, value in copied])
 
-    def forget_backup(self) -> None:
-        """The version is in force: the one before is not needed any more."""
-        self._undo = None
-
-    def digest(self) -> str:
-        """SHA-256 over the live leaves, in layout order, each stored leaf once."""
-        live = self.strategy.leaves(self.target)
-        return digest_of(live[leaf.name] for leaf in self.layout.leaves if leaf.name in live)
-
-    def copy(self) -> TensorDict:
-        """A copy of the live leaves as a nested TensorDict."""
-        live = self.strategy.leaves(self.target)
-        return nested({name: leaf.detach().clone() for name, leaf in live.items()})
+        self._undo.append(restore)
 
 
-def snapshot(strategy: WeightStrategy, weights: Weights, layout: WeightLayout, slot: Tensor, model_id: str) -> None:
-    """Copy weights into a slot, leaf by leaf; the source is only read.
-
-    Raises:
-        LayoutMismatchError: The weights are not those that both sides agreed on; names each leaf.
-    """
-    leaves = strategy.leaves(weights)
-    ignored = non_persistent(weights) if isinstance(weights, nn.Module) else set()
-    named = layout.by_name
-    missing = [name for name in named if name not in leaves]
-    unexpected = [name for name in leaves if name not in named and name not in ignored]
-    mismatched = {}
-    for leaf in layout.leaves:
-        given = leaves.get(leaf.name)
-        if given is not None and (tuple(given.shape) != leaf.shape or str(given.dtype) != f"torch.{leaf.dtype}"):
-            mismatched[leaf.name] = f"given {given.dtype}{list(given.shape)}, agreed {leaf.describe()}"
-    for alias, name in layout.aliases.items():
-        both = alias in leaves and name in leaves and leaves[alias].data_ptr() != leaves[name].data_ptr()
-        if both and not same_values(leaves[alias], leaves[name]):
-            mismatched[alias] = f"was tied to {name} when the two sides connected, and is not any more"
-    if missing or unexpected or mismatched:
-        raise LayoutMismatchError(
-            mismatch_text(
-                f"the weights given for {model_id!r} are not those of connect", missing, unexpected, mismatched
-            ),
-            missing=missing,
-            unexpected=unexpected,
-            mismatched=mismatched,
-        )
-    views = layout.views(slot)
-    write(list(views.values()), [leaves[name].detach() for name in views])
+def _is_switchable(tensor: Tensor, leaf: Leaf, ours: Collection[int]) -> bool:
+    if not isinstance(tensor, nn.Parameter) or not tensor.is_cpu or tensor.grad is not None or tensor.is_inference():
+        return False
+    if type(tensor.data) is not Tensor or tensor.dtype != leaf.torch_dtype or not tensor.is_contiguous():
+        return False
+    whole = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    # A leaf that was switched before views a part of a slot, and is as good as whole.
+    return id(tensor) in ours or (whole and not tensor.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _remember(module: nn.Module) -> Callable[[], None]:
     """What puts a module back into the state that it is in now, if loading another one fails half-way or later."""
     module = unwrap(module)
-    state = {clean_name(key): value.detach().clone() for key, value in module.state_dict().items()}
+    state = {clean_name(key): value.detach().clone() for key, value in module.state_dict().items() if _is_tensor(value)}
     tensors: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
         (registry, name, tensor, tensor.detach().clone())
         for part in module.modules()
@@ -205,8 +288,8 @@ def _remember(module: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def _fits(leaf: Tensor | None, value: Tensor) -> bool:
-    return leaf is not None and leaf.shape == value.shape and leaf.dtype == value.dtype and not _overlaps(leaf)
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)  # an extra state is any object
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -214,11 +297,19 @@ def _overlaps(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _untied(offered: Mapping[str, Any], live: Mapping[str, Tensor], layout: WeightLayout) -> dict[str, str]:
+def _restore_extra(part: nn.Module) -> Callable[[], None]:
+    before = copy.deepcopy(part.get_extra_state())
+    return lambda: part.set_extra_state(before)
+
+
+def _describe(tensor: Tensor) -> str:
+    return WeightLayout.of({"": tensor}).leaves[0].describe()
+
+
+def _untied(live: dict[str, Tensor], layout: WeightLayout) -> dict[str, str]:
     """Leaves that are one tensor here and two over there: one tensor cannot hold both."""
-    own = WeightLayout.of({name: live[name] for name in offered if name in live})
     return {
         alias: f"tied to {name} in the receiver, separate in the sender"
-        for alias, name in own.aliases.items()
+        for alias, name in WeightLayout.of(live).aliases.items()
         if layout.by_name[alias] is not layout.by_name[name]
     }

@@ -7,7 +7,7 @@ Carried are parameters and persistent buffers. Nothing here copies a tensor, exc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -18,6 +18,9 @@ from lightning_weightsync.errors import LayoutMismatchError
 from lightning_weightsync.transports.layout import WeightLayout, digest_of
 
 StrategyName = Literal["tensordict", "state_dict"]
+Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
+"""What a push can be given: a module, a TensorDict, or a flat or nested dict of tensors."""
+
 _COMPILED = "_orig_mod"
 
 
@@ -34,14 +37,13 @@ class WeightStrategy:
             raise ValueError(f"strategy={extract_as!r}: choose 'tensordict' or 'state_dict'")
         self.extract_as = extract_as
 
-    def leaves(self, source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dict[str, Tensor]:
+    def leaves(self, source: Weights) -> dict[str, Tensor]:
         """Named references to the tensors of a source, in its order; nothing is copied.
 
         Raises:
             TypeError: The source is none of the above, or holds something that is no tensor; names it.
             ValueError: A module has parameters that are not initialised yet or were emptied by a sharding engine, or
                 two leaves of a dict have one name.
-            NotImplementedError: A module has extra state, which is not carried yet.
         """
         if isinstance(source, nn.Module):
             module = unwrap(source)
@@ -60,7 +62,7 @@ class WeightStrategy:
             leaves[name] = tensor
         return leaves
 
-    def extract_weights(self, source: nn.Module | TensorDictBase | Mapping[str, Any]) -> TensorDict | dict[str, Tensor]:
+    def extract_weights(self, source: Weights) -> TensorDict | dict[str, Tensor]:
         """References to the leaves: a nested TensorDict (``"tensordict"``) or a flat dict (``"state_dict"``)."""
         leaves = {name: leaf.detach() for name, leaf in self.leaves(source).items()}
         return leaves if self.extract_as == "state_dict" else nested(leaves)
@@ -110,9 +112,20 @@ def non_persistent(module: nn.Module) -> set[str]:
     """Names of the buffers that ``state_dict()`` leaves out, and so do we."""
     return {
         clean_name(f"{prefix}{name}")
-        for prefix, part in _parts(unwrap(module))
+        for prefix, part in module_parts(unwrap(module))
         for name in part._non_persistent_buffers_set
     }
+
+
+def module_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every submodule with its dotted prefix, in ``state_dict`` order, shared ones once for each name."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        yield (f"{path}." if path else ""), part
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a ``state_dict`` key is that of a module's extra state."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def nested(leaves: Mapping[str, Tensor]) -> TensorDict:
@@ -147,7 +160,7 @@ def load_state(module: nn.Module, values: Mapping[str, Tensor], *, strict: bool)
     for key in list(state):
         if clean_name(key) in values:
             state[key] = values[clean_name(key)].detach().clone()
-        else:
+        elif not is_extra_state(key):  # carried apart from the tensors: the module keeps its own
             del state[key]
     module.load_state_dict(state, strict=strict)
 
@@ -163,18 +176,8 @@ def mismatch_text(what: str, missing: list[str], unexpected: list[str], mismatch
     return "; ".join(parts)
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, part in module.named_modules(remove_duplicate=False):
-        yield (f"{path}." if path else ""), part
-
-
 def _module_leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, part in _parts(module):
-        if type(part).get_extra_state is not nn.Module.get_extra_state:
-            raise NotImplementedError(
-                f"module {prefix.removesuffix('.') or '(top level)'!r} ({type(part).__name__}) has get_extra_state(); "
-                "extra state is not carried yet"
-            )
+    for prefix, part in module_parts(module):
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is None or name in part._non_persistent_buffers_set:
                 continue
@@ -193,11 +196,14 @@ def _module_leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _state_dict_leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for _ in _module_leaves(module):  # for its checks
         pass
-    yield from _mapping_leaves(module.state_dict(keep_vars=True), "")
+    state = module.state_dict(keep_vars=True)
+    yield from _mapping_leaves({key: value for key, value in state.items() if not is_extra_state(key)}, "")
 
 
 def _mapping_leaves(mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
     for key, value in mapping.items():
+        if is_extra_state(str(key)):
+            continue  # carried apart from the tensors, and only from a module
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
         elif isinstance(value, TensorDictBase):

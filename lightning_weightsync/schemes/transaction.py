@@ -12,8 +12,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from lightning_weightsync.errors import StaleVersionError, WeightSyncTimeout
 from lightning_weightsync.schemes.gate import Gate
@@ -27,6 +30,15 @@ class TransactionState(Enum):
     STAGED = "staged"
     APPLIED = "applied"
     ABORTED = "aborted"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One model of a push: where its bytes are, and its extra state."""
+
+    model: StagedModel
+    slot: Tensor
+    extra: dict[str, Any]
 
 
 class Origin(Protocol):
@@ -44,7 +56,6 @@ class Transaction:
     """One version of one or several models, on its way into one receiver.
 
     Args:
-        models: The destinations of this push.
         gate: Of the receiver's context.
         run: Run of the sender.
         version: Version of the push.
@@ -52,16 +63,8 @@ class Transaction:
         origin: The link that the push came over; ``None`` where it comes from this process.
     """
 
-    def __init__(
-        self,
-        models: Sequence[StagedModel],
-        gate: Gate,
-        run: int,
-        version: int,
-        deadline: float,
-        origin: Origin | None = None,
-    ) -> None:
-        self.models = models
+    def __init__(self, gate: Gate, run: int, version: int, deadline: float, origin: Origin | None = None) -> None:
+        self.staged: Sequence[Staged] = ()
         self.run = run
         self.version = version
         self.deadline = deadline
@@ -72,8 +75,9 @@ class Transaction:
         self._holders: list[Gate | Origin] = [gate] if origin is None else [gate, origin]
         self._committing = threading.Lock()
 
-    def staged(self) -> None:
+    def stage(self, staged: Sequence[Staged]) -> None:
         """Every byte of every model is in its slot."""
+        self.staged = staged
         self._move(TransactionState.STAGED)
 
     def abort(self, error: BaseException) -> None:
@@ -117,12 +121,12 @@ class Transaction:
         before = [(holder.run, holder.version) for holder in self._holders]
         touched: list[StagedModel] = []
         try:
-            for model in self.models:
-                touched.append(model)
-                model.apply(keep_backup=len(self.models) > 1)
+            for one in self.staged:
+                touched.append(one.model)
+                one.model.apply(one.slot, one.extra, keep_backup=len(self.staged) > 1)
             for holder in self._holders:
                 holder.run, holder.version = self.run, self.version
-            for model in self.models:
+            for model in touched:
                 for hook in model.applied_hooks:
                     hook(model.target, self.version)
         except BaseException:
@@ -131,8 +135,8 @@ class Transaction:
             for holder, (run, version) in zip(self._holders, before, strict=True):
                 holder.run, holder.version = run, version
             raise
-        for model in self.models:
-            model.forget_backup()
+        for model in touched:
+            model.keep()
 
     def _move(self, state: TransactionState) -> None:
         allowed = {

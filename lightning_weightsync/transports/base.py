@@ -1,6 +1,7 @@
-"""What must a way of moving bytes be able to do? A transport moves flat slots between a sender and one worker.
+"""What must a way of moving bytes be able to do? A transport gets slots from a sender to its workers.
 
-It knows nothing of models, versions or collectors. It transfers or it raises; it never becomes a no-op.
+It knows nothing of models, versions or collectors. It transfers or it raises; it never becomes a no-op. The two ends
+are separate protocols: an implementation of one imports nothing of the other's world.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+from lightning_weightsync.transports.slots import Slot
 
 Ticket = Mapping[str, int]
 """What the announcement of a transfer must tell the receiver, besides the size: transport-specific integers."""
@@ -20,11 +23,7 @@ class TransferFailed(ConnectionError):
 
 @runtime_checkable
 class TransportBackend(Protocol):
-    """One end of the way that slots take from a sender to one worker.
-
-    Deadlines are on the monotonic clock, in seconds. Slots are contiguous, 1-dimensional uint8 tensors whose size both
-    ends have agreed on before.
-    """
+    """What both ends can do. Deadlines are on the monotonic clock, in seconds."""
 
     def connect(self, deadline: float) -> None:
         """Meet the other end, which must be doing the same; blocks.
@@ -34,30 +33,44 @@ class TransportBackend(Protocol):
         """
         ...
 
-    def send(self, slot: Tensor) -> Ticket:
-        """Start sending; does not block. The slot must stay as it is until ``finish`` has returned.
+    def close(self) -> None:
+        """Give everything back, transfers under way included. Idempotent, does not block on the other end."""
+        ...
+
+
+@runtime_checkable
+class SenderTransport(TransportBackend, Protocol):
+    """The sender's end, to one worker or to several."""
+
+    def send(self, worker_idx: int, slot: Slot) -> Ticket:
+        """Start the transfer to one worker; does not block. The slot stays as it is until ``settled``.
 
         Raises:
             TransferFailed: The connection is gone.
         """
         ...
 
-    def finish(self, deadline: float) -> None:
-        """Wait until the last ``send`` no longer needs its slot.
+    def settled(self, worker_idx: int, slot: Slot, *, applied: bool) -> None:
+        """The worker has answered, so it has read what it was sent.
 
         Raises:
-            TransferFailed: It did not end in time, or the connection is gone.
+            TransferFailed: The transfer did not end with it.
         """
         ...
 
-    def receive(self, slot: Tensor, ticket: Ticket, deadline: float) -> None:
-        """Fill the slot with the transfer that was announced with this ticket; blocks.
+
+@runtime_checkable
+class ReceiverTransport(TransportBackend, Protocol):
+    """The worker's end."""
+
+    def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> Tensor:
+        """The slot (uint8, ``nbytes`` long) with the transfer that this ticket announced; blocks until it is there.
 
         Raises:
             TransferFailed: It did not arrive in time, or the connection is gone.
         """
         ...
 
-    def close(self) -> None:
-        """Give everything back, transfers under way included. Idempotent, does not block on the other end."""
+    def entered(self, slot: Tensor) -> None:
+        """The staged slot is in force, and the one before is not needed any more."""
         ...

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -24,6 +26,9 @@ from typing import Any, NoReturn
 _HEADER = struct.Struct("!II")
 MAX_JSON = 64 << 20
 MAX_BLOB = 1 << 30
+_CARRIES_DESCRIPTOR = frozenset({"slot"})
+_MAX_DESCRIPTORS = 64
+_CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # where there is none, POLLHUP, which is always reported, tells
 
 Schema = Mapping[str, Mapping[str, type | tuple[type, ...]]]
@@ -32,8 +37,18 @@ LINK_MESSAGES: Schema = {
     "hello": {"worker_idx": int, "pid": int},
     "welcome": {"run": int, "version": int, "generation": int, "heartbeat_timeout": float},
     "refused": {"reason": str},
-    "attach": {"model_id": str, "layout": dict, "strict": bool, "backend": str, "transport": dict, "budget": float},
-    "attached": {"model_id": str},
+    "attach": {
+        "model_id": str,
+        "layout": dict,
+        "extra_keys": list,
+        "casts": bool,
+        "strict": bool,
+        "may_hold": bool,
+        "backend": str,
+        "transport": dict,
+        "budget": float,
+    },
+    "attached": {"model_id": str, "local": bool, "holds": bool},
     "mismatch": {"model_id": str, "message": str, "missing": list, "unexpected": list, "mismatched": dict},
     "attach_failed": {"model_id": str, "message": str},
     "open": {"model_id": str, "budget": float},
@@ -41,6 +56,8 @@ LINK_MESSAGES: Schema = {
     "push": {"run": int, "version": int, "models": list, "budget": float, "initial": bool},
     "applied": {"run": int, "version": int},
     "failed": {"run": int, "version": int, "reason": str, "message": str, "traceback": str},
+    "slot": {"model_id": str, "index": int, "nbytes": int},  # with one descriptor
+    "retire": {"model_id": str, "index": int},
     "digest": {"model_id": str},
     "digested": {"model_id": str, "digest": str},
     "beat": {},
@@ -62,11 +79,12 @@ class ChannelTimeout(TimeoutError):
 
 @dataclass(frozen=True)
 class Message:
-    """One message: its kind, its checked fields, and an optional blob."""
+    """One message: its kind, its checked fields, an optional blob, and a file's descriptor if its kind carries one."""
 
     kind: str
     fields: Mapping[str, Any]
     blob: bytes = b""
+    descriptor: int = -1
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
@@ -88,6 +106,8 @@ class ControlChannel:
         self._schema = schema
         self._sending = threading.Lock()
         self._buffer = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._passes_descriptors = sock.family == socket.AF_UNIX
         self._closed = False
         self.last_heard = time.monotonic()
 
@@ -96,35 +116,64 @@ class ControlChannel:
         return self._sock.fileno()
 
     @property
-    def local_host(self) -> str:
-        """Address of this end: of the interface over which the other end is reached."""
-        return str(self._sock.getsockname()[0])
+    def passes_descriptors(self) -> bool:
+        """Whether both ends are on one host, so that descriptors can be handed over."""
+        return self._passes_descriptors
+
+    @property
+    def local_host(self) -> str | None:
+        """Address of this end: of the interface over which the other end is reached; ``None`` on a Unix socket."""
+        return None if self._passes_descriptors else str(self._sock.getsockname()[0])
 
     @property
     def closed(self) -> bool:
         """Whether this end is closed."""
         return self._closed
 
-    def send(self, kind: str, blob: bytes = b"", *, deadline: float | None = None, **fields: Any) -> None:
-        """Send one message; blocks while the other end does not read and the socket's buffer is full.
+    def encode(self, kind: str, blob: bytes = b"", **fields: Any) -> bytes:
+        """The frame of one message, to be sent to several ends with ``send_frame``.
 
         Raises:
-            ChannelTimeout: The deadline (monotonic clock, seconds) passed. If the frame was half sent by then, the
-                channel is closed: the next frame would be read as its rest.
+            ValueError: The message is not one of the schema, or above a cap.
+        """
+        self._check(kind, fields)
+        body = json.dumps({"kind": kind, **fields}).encode()
+        if len(body) > MAX_JSON or len(blob) > MAX_BLOB:
+            raise ValueError(f"message {kind!r} of {len(body)} + {len(blob)} bytes is above the cap")
+        return _HEADER.pack(len(body), len(blob)) + body + blob
+
+    def send(
+        self, kind: str, blob: bytes = b"", *, deadline: float | None = None, descriptor: int = -1, **fields: Any
+    ) -> None:
+        """Send one message; blocks while the other end does not read and the socket's buffer is full.
+
+        Args:
+            kind: One of the schema's.
+            blob: Bytes that go with it.
+            deadline: On the monotonic clock, in seconds.
+            descriptor: Of a file to hand over, with the kinds that carry one; needs a Unix socket.
+            **fields: As the schema says.
+
+        Raises:
+            ChannelTimeout: The deadline passed. If the frame was half sent by then, the channel is closed: the next
+                frame would be read as its rest.
             ChannelClosed: The connection is gone.
             ValueError: The message is not one of the schema, or above a cap.
         """
-        data = self._frame(kind, blob, fields)
+        self.send_frame(self.encode(kind, blob, **fields), deadline=deadline, descriptor=descriptor)
+
+    def send_frame(self, frame: bytes, *, deadline: float | None = None, descriptor: int = -1) -> None:
+        """Send an encoded frame; see ``send``."""
         if not self._sending.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
             raise ChannelTimeout("the deadline passed while another thread was sending on the channel")
         try:
-            self._write(data, deadline)
+            self._write(frame, deadline, descriptor)
         finally:
             self._sending.release()
 
     def try_send(self, kind: str, **fields: Any) -> bool:
         """Send one small message if the socket's buffer has room for it and nobody else is sending; never blocks."""
-        data = self._frame(kind, b"", fields)
+        data = self.encode(kind, **fields)
         if not self._sending.acquire(blocking=False):
             return False
         try:
@@ -133,7 +182,7 @@ class ControlChannel:
             poller.register(self._sock, select.POLLOUT)
             writable = bool(poller.poll(0))
             if writable:
-                self._write(data, None)
+                self._write(data, None, -1)
         except (OSError, ValueError) as error:
             raise ChannelClosed(f"the connection is gone: {error}") from error
         finally:
@@ -160,7 +209,7 @@ class ControlChannel:
             return message
         for _ in range(16):  # a peer that never stops sending must not keep its reader from looking at the clock
             try:
-                data = self._sock.recv(1 << 16)
+                data = self._read()
             except BlockingIOError:
                 return None
             except (OSError, ValueError) as error:
@@ -173,6 +222,13 @@ class ControlChannel:
             if message is not None:
                 return message
         return None
+
+    def _read(self) -> bytes:
+        if not self._passes_descriptors:
+            return self._sock.recv(1 << 16)
+        data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC)
+        self._descriptors += descriptors
+        return data
 
     def check_open(self) -> None:
         """See whether both ends are still there; reads nothing, never blocks.
@@ -199,21 +255,21 @@ class ControlChannel:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
 
-    def _frame(self, kind: str, blob: bytes, fields: Mapping[str, Any]) -> bytes:
-        self._check(kind, fields)
-        body = json.dumps({"kind": kind, **fields}).encode()
-        if len(body) > MAX_JSON or len(blob) > MAX_BLOB:
-            raise ValueError(f"message {kind!r} of {len(body)} + {len(blob)} bytes is above the cap")
-        return _HEADER.pack(len(body), len(blob)) + body + blob
-
-    def _write(self, data: bytes, deadline: float | None) -> None:
+    def _write(self, data: bytes, deadline: float | None, descriptor: int) -> None:
         """Write a frame; the caller holds ``_sending``."""
         rest = memoryview(data)
         try:
             while rest:
                 try:
-                    rest = rest[self._sock.send(rest) :]
+                    if descriptor >= 0:
+                        sent = socket.send_fds(self._sock, [rest], [descriptor])
+                        descriptor = -1
+                    else:
+                        sent = self._sock.send(rest)
+                    rest = rest[sent:]
                 except BlockingIOError:
                     self._wait(write=True, deadline=deadline)
         except BaseException as error:
@@ -257,7 +313,12 @@ class ControlChannel:
             self._check(kind, fields)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             self._break(f"not a message: {error}")
-        return Message(kind, fields, blob)
+        descriptor = -1
+        if kind in _CARRIES_DESCRIPTOR:
+            if not self._descriptors:
+                self._break(f"message {kind!r} came without its descriptor")
+            descriptor = self._descriptors.popleft()
+        return Message(kind, fields, blob, descriptor)
 
     def _check(self, kind: str, fields: Mapping[str, Any]) -> None:
         expected = self._schema.get(kind)

@@ -49,9 +49,14 @@ class Leaf:
     offset: int
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return _DTYPES[self.dtype]
+
+    @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return prod(self.shape) * _DTYPES[self.dtype].itemsize
+        return prod(self.shape) * self.torch_dtype.itemsize
 
     def describe(self) -> str:
         """Dtype and shape, as errors show them."""
@@ -124,6 +129,14 @@ class WeightLayout:
         """SHA-256 of the layout, as hexadecimal digits: equal exactly where names, shapes, dtypes and aliases are."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
+    def cast(self, dtype: torch.dtype) -> WeightLayout:
+        """The same leaves, with floating-point ones in another dtype."""
+        name = str(dtype).removeprefix("torch.")
+        leaves = [
+            [leaf.name, leaf.shape, name if leaf.torch_dtype.is_floating_point else leaf.dtype] for leaf in self.leaves
+        ]
+        return self.from_json({"leaves": leaves, "aliases": self.aliases})
+
     def views(self, slot: Tensor) -> dict[str, Tensor]:
         """Each stored leaf as a view into a slot (uint8, 1-dimensional, ``nbytes`` long)."""
         return {leaf.name: self._view(slot, leaf) for leaf in self.leaves}
@@ -166,11 +179,6 @@ class WeightLayout:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a layout: {error!r}") from error
         return cls(tuple(leaves), dict(aliases))
-
-
-def allocate_slot(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
-    """A private slot: uint8, ``nbytes`` long."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:

@@ -25,6 +25,7 @@ class WorkerLink:
         worker_idx: 0-based.
         pid: The worker's process id, as it said itself.
         channel: Announcements, acknowledgements, errors, heartbeats.
+        local: Whether descriptors can be handed to it: it runs on this host, as this user.
         generation: Which replacement of this index it is, from 0.
         run: Run of the weights that the worker has applied.
         version: Version of the weights that the worker has applied.
@@ -36,6 +37,7 @@ class WorkerLink:
     pid: int
     channel: ControlChannel
     generation: int
+    local: bool = False
     run: int = -1
     version: int = -1
     state: LinkState = LinkState.OPEN

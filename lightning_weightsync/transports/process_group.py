@@ -17,12 +17,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lightning_weightsync.transports.base import Ticket, TransferFailed
 from lightning_weightsync.transports.rendezvous import bind_listener
+from lightning_weightsync.transports.slots import Slot
 
 SENDER_RANK, RECEIVER_RANK = 0, 1
 
@@ -73,8 +75,8 @@ def backend_available(backend: str) -> bool:
     )
 
 
-class ProcessGroupTransport:
-    """One end of a pair group.
+class _Pair:
+    """A process group of two.
 
     Args:
         backend: ``"gloo"``.
@@ -87,13 +89,10 @@ class ProcessGroupTransport:
         if backend != "gloo":
             raise NotImplementedError(f"backend={backend!r}: only 'gloo' is there yet")
         self._rank = rank
-        self._peer = 1 - rank
         self._make_store = make_store
         self._host = host
         self._group: Any = None
         self._closed = False
-        self._sending: Any = None
-        self._pending_slot: Tensor | None = None
 
     def connect(self, deadline: float) -> None:
         """Meet the other end; see ``TransportBackend``."""
@@ -109,25 +108,6 @@ class ProcessGroupTransport:
             self.close()
             raise TransferFailed("the pair group was closed while it was being formed")
 
-    def send(self, slot: Tensor) -> Ticket:
-        """Start sending; see ``TransportBackend``."""
-        if slot.numel():
-            # The work object does not keep the tensor alive in every release: hold it here until it has left.
-            self._pending_slot = slot
-            self._sending = self._run(lambda group: group.send([slot], self._peer, 0))
-        return {}
-
-    def finish(self, deadline: float) -> None:
-        """Wait for the last send; see ``TransportBackend``."""
-        if self._sending is not None:
-            self._wait(self._sending, deadline)
-            self._sending = self._pending_slot = None
-
-    def receive(self, slot: Tensor, ticket: Ticket, deadline: float) -> None:
-        """Receive one slot; see ``TransportBackend``."""
-        if slot.numel():
-            self._wait(self._run(lambda group: group.recv([slot], self._peer, 0)), deadline)
-
     def close(self) -> None:
         """Give the group up; see ``TransportBackend``."""
         self._closed = True
@@ -135,23 +115,66 @@ class ProcessGroupTransport:
         if group is not None:
             with contextlib.suppress(RuntimeError):
                 group.abort()
-        self._sending = self._pending_slot = None
 
-    def _run(self, operation: Callable[[Any], Any]) -> Any:
+    def start(self, operation: str, memory: Tensor) -> Any:
+        """Start ``"send"`` or ``"recv"`` with the other rank."""
         if self._group is None:
             raise TransferFailed("the pair group is closed")
         try:
-            return operation(self._group)
+            return getattr(self._group, operation)([memory], 1 - self._rank, 0)
         except RuntimeError as error:
             raise TransferFailed(_first_line(error)) from error
 
-    def _wait(self, work: Any, deadline: float) -> None:
+    @staticmethod
+    def wait(work: Any, deadline: float) -> None:
+        """Wait for what was started."""
         # A wait of zero means "no timeout" to gloo.
         seconds = max(0.001, deadline - time.monotonic())
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             raise TransferFailed(_first_line(error)) from error
+
+
+class ProcessGroupSender(_Pair):
+    """The sender's end of a pair; see ``SenderTransport``."""
+
+    _sending: Any = None
+    _slot: Slot | None = None
+
+    def send(self, worker_idx: int, slot: Slot) -> Ticket:
+        """Start sending; see ``SenderTransport``."""
+        if slot.memory.numel():
+            # The work object does not keep the tensor alive in every release: hold the slot here until it has left.
+            self._slot = slot
+            self._sending = self.start("send", slot.memory)
+        return {}
+
+    def settled(self, worker_idx: int, slot: Slot, *, applied: bool) -> None:
+        """The worker has received everything; see ``SenderTransport``."""
+        if self._sending is not None:
+            self.wait(self._sending, time.monotonic() + 1.0)
+            self._sending = self._slot = None
+
+
+class ProcessGroupReceiver(_Pair):
+    """The worker's end of a pair (a ``ReceiverTransport``), with two private slots: one in force, one being filled."""
+
+    _current: Tensor | None = None
+    _staged: Tensor | None = None
+
+    def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> Tensor:
+        """Receive into the slot that is not in force; see ``ReceiverTransport``."""
+        if self._staged is None or self._staged.numel() != nbytes:
+            self._staged = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self.wait(self.start("recv", self._staged), deadline)
+        return self._staged
+
+    def entered(self, slot: Tensor) -> None:
+        """The filled slot is in force: the other one is filled next."""
+        if slot is self._staged:
+            self._current, self._staged = self._staged, self._current
 
 
 def _first_line(error: RuntimeError) -> str:

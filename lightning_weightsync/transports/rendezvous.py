@@ -1,6 +1,7 @@
 """How do the two ends find and trust each other? A listening socket, a key, and a mutual challenge.
 
-The sender listens on one address, the loopback interface unless told otherwise, on a port that the kernel picks.
+The sender listens on one address, the loopback interface unless told otherwise, on a port that the kernel picks; and,
+where workers of its host may share memory with it, on a Unix socket without a file (Linux' abstract namespace).
 Before any message is read, both ends prove that they hold the run's key (HMAC-SHA256 over two fresh nonces). The
 sender waits on all clients at once, so one that is silent, slow or babbling delays nobody and is dropped after
 ``HANDSHAKE_SECONDS``.
@@ -16,10 +17,14 @@ import os
 import secrets
 import selectors
 import socket
+import struct
+import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict
+
+from typing_extensions import NotRequired
 
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
@@ -32,11 +37,15 @@ _MAC = hashlib.sha256().digest_size
 
 
 class StoreInfo(TypedDict):
-    """Where a sender can be reached, and the key that lets one in. Keep it as secret as the run."""
+    """Where a sender can be reached, and the key that lets one in. Keep it as secret as the run.
+
+    ``local`` names the Unix socket for workers of the sender's host; it is empty where there is none.
+    """
 
     host: str
     port: int
     authkey: str
+    local: NotRequired[str]
 
 
 @dataclass
@@ -46,6 +55,7 @@ class Joined:
     worker_idx: int
     pid: int
     channel: ControlChannel
+    local: bool
 
 
 @dataclass
@@ -91,13 +101,23 @@ class Rendezvous:
 
     Args:
         host: Address to listen on, and the one that workers are told.
+        local: Whether to listen on a Unix socket too, over which descriptors can be handed to workers of this host.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", *, local: bool = False) -> None:
         self._key = secrets.token_bytes(32)
         self._listener = bind_listener(host)
         self._listener.setblocking(False)
-        self.info = StoreInfo(host=host, port=self._listener.getsockname()[1], authkey=self._key.hex())
+        self._local_listener: socket.socket | None = None
+        name = ""
+        if local and sys.platform == "linux":
+            name = f"lightning_weightsync-{secrets.token_hex(16)}"
+            self._local_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._local_listener.bind(f"\0{name}")
+            self._local_listener.listen(512)
+            self._local_listener.setblocking(False)
+        port = self._listener.getsockname()[1]
+        self.info = StoreInfo(host=host, port=port, authkey=self._key.hex(), local=name)
 
     def accept(
         self, expected: Collection[int], deadline: float, watch: Callable[[set[int]], None]
@@ -115,7 +135,8 @@ class Rendezvous:
         started = time.monotonic()
         joined: dict[int, Joined] = {}
         with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ, None)
+            for listener in filter(None, (self._listener, self._local_listener)):
+                selector.register(listener, selectors.EVENT_READ, None)
             try:
                 while missing := set(expected) - joined.keys():
                     watch(missing)
@@ -132,7 +153,7 @@ class Rendezvous:
                         )
                     for key, _ in selector.select(min(0.05, deadline - now)):
                         if key.data is None:
-                            self._take_new(selector)
+                            self._take_new(selector, key.fileobj)
                         else:
                             self._advance(selector, key.data, missing, joined)
                     self._drop_late(selector)
@@ -149,10 +170,15 @@ class Rendezvous:
     def close(self) -> None:
         """Stop listening."""
         self._listener.close()
+        if self._local_listener is not None:
+            self._local_listener.close()
 
-    def _take_new(self, selector: selectors.BaseSelector) -> None:
+    def _take_new(self, selector: selectors.BaseSelector, listener: Any) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
+            if not _is_of_this_user(sock):
+                sock.close()
+                return
             sock.setblocking(False)
             client = _Client(sock, os.urandom(_NONCE), time.monotonic() + HANDSHAKE_SECONDS)
             selector.register(sock, selectors.EVENT_READ, client)
@@ -176,7 +202,7 @@ class Rendezvous:
         selector.unregister(client.sock)
         index = int(message["worker_idx"]) if message.kind == "hello" else -1
         if index in missing and index not in joined:
-            joined[index] = Joined(index, int(message["pid"]), client.channel)
+            joined[index] = Joined(index, int(message["pid"]), client.channel, client.sock.family == socket.AF_UNIX)
             return
         with contextlib.suppress(OSError):
             client.channel.send(
@@ -235,7 +261,9 @@ def join(
     key = bytes.fromhex(info["authkey"])
     started = time.monotonic()
     try:
-        sock = socket.create_connection((info["host"], info["port"]), timeout=max(0.01, deadline - started))
+        sock = _connect_locally(info) or socket.create_connection(
+            (info["host"], info["port"]), timeout=max(0.01, deadline - started)
+        )
         try:
             if on_socket is not None:
                 on_socket(sock)
@@ -273,6 +301,30 @@ def _is_wildcard(host: str) -> bool:
         return False
     address = ipaddress.ip_address(host)
     return (getattr(address, "ipv4_mapped", None) or address).is_unspecified
+
+
+def _connect_locally(info: StoreInfo) -> socket.socket | None:
+    """A connection to the sender's Unix socket; ``None`` on another host, or in another network namespace."""
+    name = info.get("local", "")
+    if not name or sys.platform != "linux":
+        return None
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(f"\0{name}")
+        if _is_of_this_user(sock):
+            return sock
+    except OSError:
+        pass
+    sock.close()
+    return None
+
+
+def _is_of_this_user(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket runs as this user (or as root); other sockets cannot tell."""
+    if sock.family != socket.AF_UNIX or sys.platform != "linux":
+        return True
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return user in (os.getuid(), 0)
 
 
 def _mac(key: bytes, role: bytes, sender_nonce: bytes, worker_nonce: bytes) -> bytes:

@@ -1,0 +1,111 @@
+"""What does a sender read for one destination? The source's leaves, checked, and copied into a slot.
+
+The source is only read: no gradient, no ``requires_grad``, no version counter of it changes.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_weightsync.errors import LayoutMismatchError
+from lightning_weightsync.schemes.extra_state import pack, stateful_parts
+from lightning_weightsync.schemes.leaves import Leaves
+from lightning_weightsync.schemes.strategy import (
+    Weights,
+    WeightStrategy,
+    mismatch_text,
+    non_persistent,
+    same_values,
+    write,
+)
+from lightning_weightsync.transports.layout import WeightLayout
+from lightning_weightsync.transports.slots import Slot
+
+
+class Source:
+    """The weights of one destination, on the sender.
+
+    Args:
+        model_id: The destination.
+        weights: What ``connect`` was given; read again by each push without weights.
+        strategy: How leaves are found.
+        wire_dtype: Floating-point leaves travel in this dtype; ``None`` keeps their own.
+
+    Attributes:
+        layout: What travels.
+        extra_keys: ``state_dict`` keys of the extra states that travel with it.
+    """
+
+    def __init__(
+        self, model_id: str, weights: Weights, strategy: WeightStrategy, wire_dtype: torch.dtype | None = None
+    ) -> None:
+        self.model_id = model_id
+        self.weights = weights
+        self._strategy = strategy
+        self._leaves = Leaves(weights, strategy)
+        self._extra_parts = stateful_parts(weights)
+        self._layout_here = WeightLayout.of(self._leaves.tensors)
+        self.layout = self._layout_here if wire_dtype is None else self._layout_here.cast(wire_dtype)
+        self.extra_keys = sorted(self._extra_parts)
+        self._expected = {leaf.name: (torch.Size(leaf.shape), leaf.torch_dtype) for leaf in self._layout_here.leaves}
+        self._tensors = [self._leaves.tensors[leaf.name] for leaf in self.layout.leaves]
+
+    def read(self, slot: Slot, weights: Weights | None = None) -> bytes:
+        """Copy weights (``None``: those of ``connect``) into a slot; returns the extra state as bytes.
+
+        Raises:
+            LayoutMismatchError: They are not those that both sides agreed on; names each leaf. The slot may be written.
+        """
+        if weights is None or weights is self.weights:
+            if self._leaves.stale():
+                self._leaves = Leaves(self.weights, self._strategy)
+                self._extra_parts = stateful_parts(self.weights)
+                self._tensors = self._agreed(self._leaves.tensors, self.weights)
+            tensors, parts = self._tensors, self._extra_parts
+            for (shape, dtype), tensor in zip(self._expected.values(), tensors, strict=True):
+                if tensor.shape != shape or tensor.dtype != dtype:
+                    self._agreed(self._leaves.tensors, self.weights)  # raises, with every name
+            self._check_ties(self._leaves.tensors)
+        else:
+            leaves = self._strategy.leaves(weights)
+            tensors, parts = self._agreed(leaves, weights), stateful_parts(weights)
+        if sorted(parts) != self.extra_keys and isinstance(weights if weights is not None else self.weights, nn.Module):
+            self._raise(sorted(set(self.extra_keys) - set(parts)), sorted(set(parts) - set(self.extra_keys)), {})
+        write(slot.views, tensors)
+        return pack(parts)
+
+    def _agreed(self, leaves: dict[str, Tensor], weights: Weights) -> list[Tensor]:
+        """The tensors in the layout's order, if these leaves are those of the layout."""
+        ignored = non_persistent(weights) if isinstance(weights, nn.Module) else set()
+        named = self.layout.by_name
+        missing = [name for name in named if name not in leaves]
+        unexpected = [name for name in leaves if name not in named and name not in ignored]
+        mismatched = {
+            name: f"given {str(leaves[name].dtype).removeprefix('torch.')}{list(leaves[name].shape)}, agreed "
+            f"{self._layout_here.by_name[name].describe()}"
+            for name, (shape, dtype) in self._expected.items()
+            if name in leaves and (leaves[name].shape != shape or leaves[name].dtype != dtype)
+        }
+        if missing or unexpected or mismatched:
+            self._raise(missing, unexpected, mismatched)
+        self._check_ties(leaves)
+        return [leaves[leaf.name] for leaf in self.layout.leaves]
+
+    def _check_ties(self, leaves: dict[str, Tensor]) -> None:
+        """Leaves that travel as one must still be one, or at least equal."""
+        for alias, name in self.layout.aliases.items():
+            one, other = leaves[name], leaves[alias]
+            if one is not other and one.data_ptr() != other.data_ptr() and not same_values(one, other):
+                self._raise([], [], {alias: f"was tied to {name} when the two sides connected, and is not any more"})
+
+    def _raise(self, missing: list[str], unexpected: list[str], mismatched: dict[str, str]) -> NoReturn:
+        what = f"the weights given for {self.model_id!r} are not those of connect"
+        raise LayoutMismatchError(
+            mismatch_text(what, missing, unexpected, mismatched),
+            missing=missing,
+            unexpected=unexpected,
+            mismatched=mismatched,
+        )

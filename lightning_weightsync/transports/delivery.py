@@ -1,0 +1,357 @@
+"""How does a sender talk to many workers at once? One errand at a time per worker, all workers side by side.
+
+An errand is one request to one worker and its one answer. Each link has a queue; its first errand is sent as soon as
+the one before has settled. Nobody waits for anybody else's worker: a slow one only lengthens its own queue, in which
+a newer push takes the place of an older one that has not been sent.
+
+    QUEUED --sent--> SENT --answer--> ANSWERED
+      |  |             +--link lost--> FAILED
+      |  +--link lost, or deadline---> FAILED
+      +--a newer push takes its place-> SUPERSEDED
+
+Whoever waits for errands drives the exchange for everybody; while nobody waits and pushes are under way, a background
+thread does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum
+
+from lightning_weightsync.transports.base import TransferFailed
+from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, Message
+from lightning_weightsync.transports.link import LinkState, WorkerLink
+
+_LOOK_AROUND = 0.05
+
+
+class ErrandState(Enum):
+    """See the module's picture."""
+
+    QUEUED = "queued"
+    SENT = "sent"
+    ANSWERED = "answered"
+    FAILED = "failed"
+    SUPERSEDED = "superseded"
+
+
+_MOVES = {
+    ErrandState.QUEUED: {ErrandState.SENT, ErrandState.FAILED, ErrandState.SUPERSEDED},
+    ErrandState.SENT: {ErrandState.ANSWERED, ErrandState.FAILED},
+}
+
+
+class Errand:
+    """One request to one worker, and its answer.
+
+    Args:
+        link: The worker's link.
+        request: Sends it; runs in whichever thread drives.
+        expected: Kinds of messages that are an answer.
+        phase: What it is about, for errors.
+        deadline: On the monotonic clock, in seconds.
+        settled: Called once, when the state is final, in whichever thread drives; must not block.
+        takes_place_of: Whether this errand makes a queued one needless.
+
+    Attributes:
+        state: See ``ErrandState``; changed by ``move`` alone.
+        reply: The answer, once ``ANSWERED``.
+        error: The cause, once ``FAILED``.
+    """
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        request: Callable[[WorkerLink], None],
+        expected: Collection[str],
+        *,
+        phase: str,
+        deadline: float,
+        settled: Callable[[Errand], None] | None = None,
+        takes_place_of: Callable[[Errand], bool] | None = None,
+    ) -> None:
+        self.link = link
+        self.request = request
+        self.expected = expected
+        self.phase = phase
+        self.deadline = deadline
+        self.takes_place_of = takes_place_of
+        self.state = ErrandState.QUEUED
+        self.reply: Message | None = None
+        self.error: Exception | None = None
+        self.created = time.monotonic()
+        self._settled = settled
+
+    @property
+    def final(self) -> bool:
+        """Whether the state changes no more."""
+        return self.state not in _MOVES
+
+    def move(self, state: ErrandState, *, reply: Message | None = None, error: Exception | None = None) -> None:
+        """Change the state; tells ``settled`` when it is final."""
+        if state not in _MOVES.get(self.state, ()):
+            raise RuntimeError(f"an errand cannot go from {self.state.value} to {state.value}")
+        self.state = state
+        self.reply = reply
+        self.error = error
+        if self.final and self._settled is not None:
+            self._settled(self)
+
+
+class Dispatcher:
+    """Runs the errands of one hub.
+
+    Args:
+        heartbeat_timeout: Seconds of silence after which a worker that owes an answer is lost.
+        lose: Ends a link: ``lose(link, phase, seconds, error)`` returns the cause that the user is shown.
+    """
+
+    def __init__(
+        self, heartbeat_timeout: float, lose: Callable[[WorkerLink, str, float, Exception], Exception]
+    ) -> None:
+        self._heartbeat_timeout = heartbeat_timeout
+        self._lose = lose
+        self._queues: dict[int, deque[Errand]] = {}
+        self._ready: deque[Errand] = deque()  # first in their queues, and not sent yet
+        self._looked_around = 0.0
+        self._links: dict[int, WorkerLink] = {}
+        self._mutex = threading.RLock()
+        self._driving = threading.Lock()
+        self._progress = threading.Condition()
+        self._waiters = 0
+        self._work = threading.Event()
+        self._background: threading.Thread | None = None
+        self._closed = False
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._poller = select.poll()
+        self._poller.register(self._wake_reader, select.POLLIN)
+
+    def watch(self, link: WorkerLink) -> None:
+        """Take a new link in; to be called before its first errand."""
+        with self._mutex:
+            descriptor = link.channel.fileno()
+            self._links[descriptor] = link
+            self._queues[id(link)] = deque()
+            self._poller.register(descriptor, select.POLLIN)
+            link.when_ended(lambda: self._forget(descriptor, link))
+
+    def submit(self, errands: Iterable[Errand]) -> None:
+        """Put errands into their links' queues; does not block. Whoever drives sends them."""
+        with self._mutex:
+            for errand in errands:
+                queue = self._queues.get(id(errand.link))
+                if queue is None or errand.link.state is not LinkState.OPEN:
+                    errand.move(ErrandState.FAILED, error=errand.link.cause or ChannelClosed("the link is closed"))
+                    continue
+                if errand.takes_place_of is not None:
+                    for old in [e for e in queue if e.state is ErrandState.QUEUED and errand.takes_place_of(e)]:
+                        queue.remove(old)
+                        old.move(ErrandState.SUPERSEDED)
+                queue.append(errand)
+                if queue[0] is errand:
+                    self._ready.append(errand)
+
+    def wait(self, errands: Sequence[Errand], deadline: float | None = None) -> bool:
+        """Block until all of these have settled; drives the exchange if nobody else does.
+
+        Args:
+            errands: Submitted before.
+            deadline: Give up waiting then (monotonic clock, seconds); the errands go on.
+
+        Returns:
+            Whether all have settled.
+        """
+        settled = 0
+
+        def over() -> bool:
+            nonlocal settled
+            while settled < len(errands) and errands[settled].final:
+                settled += 1
+            return settled == len(errands)
+
+        self.wait_until(over, deadline)
+        return over()
+
+    def wait_until(self, over: Callable[[], bool], deadline: float | None = None) -> None:
+        """Block until ``over()`` or the deadline; drives the exchange if nobody else does."""
+
+        def enough() -> bool:
+            return over() or (deadline is not None and time.monotonic() >= deadline)
+
+        while not enough():
+            if self._driving.acquire(blocking=False):
+                try:
+                    self._drive(enough)
+                finally:
+                    self._driving.release()
+                    self._tell_progress()
+            else:
+                self._wake()  # the driver may be asleep, and has our errands to send
+                with self._progress:
+                    self._waiters += 1
+                    if not over():
+                        self._progress.wait(_LOOK_AROUND)
+                    self._waiters -= 1
+            if self._closed and not over():
+                return
+
+    def run_in_background(self) -> None:
+        """See to it that submitted errands are run though nobody waits for them."""
+        if self._background is None:
+            self._background = threading.Thread(target=self._run, name="weight-sync-sender", daemon=True)
+            self._background.start()
+        self._work.set()
+        self._wake()
+
+    def close(self) -> None:
+        """Fail everything that has not settled, and wake whoever waits. Does not block on any worker."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+        self._work.set()
+        self._wake()
+        if self._background is not None and self._background is not threading.current_thread():
+            self._background.join(0.9)
+        with self._driving:
+            self._fail_all()
+            self._wake_writer.close()
+            self._wake_reader.close()
+        self._tell_progress()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._work.wait()
+            if self._closed:
+                return
+            with self._driving:
+                self._drive(lambda: self._closed or not self._busy())
+            with self._mutex:
+                if not self._busy():
+                    self._work.clear()
+            self._tell_progress()
+
+    def _busy(self) -> bool:
+        with self._mutex:
+            return any(self._queues.values())
+
+    def _drive(self, over: Callable[[], bool]) -> None:
+        """Send, read and expire until ``over``; the caller has ``_driving``."""
+        self._send_next()
+        while not over():
+            if self._closed:
+                self._fail_all()
+                return
+            for descriptor, _ in self._poller.poll(_LOOK_AROUND * 1000):
+                if descriptor == self._wake_reader.fileno():
+                    with contextlib.suppress(OSError):
+                        self._wake_reader.recv(4096)
+                elif (link := self._links.get(descriptor)) is not None:
+                    self._read(link)
+            self._expire()
+            self._send_next()
+            if self._waiters:
+                self._tell_progress()
+
+    def _send_next(self) -> None:
+        while self._ready:
+            with self._mutex:
+                errand = self._ready.popleft()
+                if errand.state is not ErrandState.QUEUED:
+                    continue
+                errand.move(ErrandState.SENT)
+            try:
+                errand.request(errand.link)
+            except (ChannelClosed, ChannelTimeout, TransferFailed) as error:
+                self._lost(errand.link, error)
+
+    def _read(self, link: WorkerLink) -> None:
+        try:
+            while (message := link.channel.poll()) is not None:
+                if message.kind == "beat":
+                    continue
+                with self._mutex:
+                    queue = self._queues.get(id(link))
+                    head = queue[0] if queue else None
+                    if queue is None or head is None or head.state is not ErrandState.SENT:
+                        raise ChannelClosed(f"it sent {message.kind!r} unasked")
+                    if message.kind not in head.expected:
+                        raise ChannelClosed(f"it answered {message.kind!r} where {sorted(head.expected)} was due")
+                    queue.popleft()
+                    self._line_up(queue)
+                head.move(ErrandState.ANSWERED, reply=message)
+        except ChannelClosed as error:
+            self._lost(link, error)
+
+    def _line_up(self, queue: deque[Errand]) -> None:
+        """The first errand of a queue has settled: the next one may be sent. The caller has ``_mutex``."""
+        if queue:
+            self._ready.append(queue[0])
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_around < _LOOK_AROUND / 2:
+            return
+        self._looked_around = now
+        with self._mutex:
+            entries = [(queue, list(queue)) for queue in self._queues.values() if queue]
+        for queue, errands in entries:
+            head = errands[0]
+            quiet = now - max(head.link.channel.last_heard, head.created)
+            if head.state is ErrandState.SENT and quiet > self._heartbeat_timeout:
+                self._lost(head.link, TimeoutError(f"silent for {quiet:.1f} s (heartbeat_timeout)"))
+            elif head.state is ErrandState.SENT and now >= head.deadline:
+                self._lost(head.link, TimeoutError(f"no answer before the deadline; last heard {quiet:.1f} s ago"))
+            else:
+                for errand in errands:
+                    if errand.state is ErrandState.QUEUED and now >= errand.deadline:
+                        with self._mutex:
+                            queue.remove(errand)
+                            if errand is head:
+                                self._line_up(queue)
+                        error = TimeoutError(
+                            f"worker {errand.link.worker_idx} is busy: {errand.phase} was not sent in time"
+                        )
+                        errand.move(ErrandState.FAILED, error=error)
+
+    def _lost(self, link: WorkerLink, error: Exception) -> None:
+        """Give a link up, and with it everything that was meant for it."""
+        with self._mutex:
+            queue = self._queues.get(id(link))
+            errands = list(queue) if queue else []
+            if queue:
+                queue.clear()
+        phase = errands[0].phase if errands else "between pushes"
+        seconds = time.monotonic() - errands[0].created if errands else 0.0
+        cause = self._lose(link, phase, seconds, error)
+        for errand in errands:
+            errand.move(ErrandState.FAILED, error=cause)
+
+    def _fail_all(self) -> None:
+        with self._mutex:
+            links = [link for link in self._links.values() if self._queues.get(id(link))]
+        for link in links:
+            self._lost(link, ChannelClosed("the sender was shut down"))
+
+    def _forget(self, descriptor: int, link: WorkerLink) -> None:
+        with self._mutex:
+            if self._links.get(descriptor) is link:
+                del self._links[descriptor]
+                with contextlib.suppress(KeyError, ValueError):
+                    self._poller.unregister(descriptor)
+            self._queues.pop(id(link), None)
+
+    def _tell_progress(self) -> None:
+        with self._progress:
+            self._progress.notify_all()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")

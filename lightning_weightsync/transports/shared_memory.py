@@ -1,0 +1,151 @@
+"""How do bytes get to workers of this host? They do not move: sender and workers map the same slot.
+
+The sender writes a version once, whatever the number of workers; a worker that is told "slot 3" finds the bytes
+there. Slots are anonymous memory files. Their descriptors travel over the control channel, a Unix socket
+(``SCM_RIGHTS``), and "same host" *means* that this worked. Workers map them privately (copy on write): one that
+writes its own weights changes nobody else's, but keeps stale copies of the pages that it wrote, so it drops those
+pages whenever it leaves a slot.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+
+import torch
+from torch import Tensor
+
+from lightning_weightsync.transports.base import Ticket, TransferFailed
+from lightning_weightsync.transports.link import LinkState, WorkerLink
+from lightning_weightsync.transports.slots import Slot, SlotPool
+
+
+class SharedMemoryTransport:
+    """The sender's end, for all workers of this host together.
+
+    Args:
+        model_id: The destination, as the messages about slots name it.
+        pool: The model's slots; made of memory files.
+    """
+
+    def __init__(self, model_id: str, pool: SlotPool) -> None:
+        self.model_id = model_id
+        self._pool = pool
+        self._links: dict[int, WorkerLink] = {}
+        self._known: dict[int, set[int]] = {}
+        self._holding: dict[int, bool] = {}
+        pool.when_retired.append(self._tell_retired)
+
+    def add(self, link: WorkerLink, *, holds: bool) -> None:
+        """Serve one more worker.
+
+        Args:
+            link: To a worker of this host.
+            holds: Whether it keeps a slot as its current weights after it has applied it, or copies and is done.
+        """
+        self._links[link.worker_idx] = link
+        self._known[link.worker_idx] = set()
+        self._holding[link.worker_idx] = holds
+        link.when_ended(lambda: self._lost(link))
+
+    def connect(self, deadline: float) -> None:
+        """There is nobody to meet."""
+
+    def send(self, worker_idx: int, slot: Slot) -> Ticket:
+        """Name the slot; its descriptor goes ahead the first time a worker hears of it."""
+        link, known = self._links[worker_idx], self._known[worker_idx]
+        if slot.index not in known:
+            known.add(slot.index)
+            link.channel.send(
+                "slot",
+                model_id=self.model_id,
+                index=slot.index,
+                nbytes=self._pool.nbytes,
+                deadline=time.monotonic() + 10.0,
+                descriptor=slot.descriptor,
+            )
+        return {"slot": slot.index}
+
+    def settled(self, worker_idx: int, slot: Slot, *, applied: bool) -> None:
+        """A worker has answered: if it has applied the slot, it holds this one and no other."""
+        if applied and self._holding.get(worker_idx) and self._links[worker_idx].state is LinkState.OPEN:
+            holder = ("worker", worker_idx, self._links[worker_idx].generation)
+            self._pool.hold(slot, holder)
+            self._pool.release_all(holder, keep=slot)
+
+    def close(self) -> None:
+        """Nothing of its own: the pool is its owner's."""
+
+    def _lost(self, link: WorkerLink) -> None:
+        if self._links.get(link.worker_idx) is link:
+            del self._links[link.worker_idx]
+            self._known.pop(link.worker_idx, None)
+        # The process may be stopped rather than dead, and read on: what it has mapped is never written again.
+        self._pool.retire_all(("worker", link.worker_idx, link.generation))
+
+    def _tell_retired(self, index: int) -> None:
+        for worker_idx, known in self._known.items():
+            if index in known:
+                known.discard(index)
+                self._links[worker_idx].channel.try_send("retire", model_id=self.model_id, index=index)
+
+
+class SharedMemoryReceiver:
+    """The worker's end: a private mapping of each slot that it was told of."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, mmap.mmap] = {}
+        self._slots: dict[int, Tensor] = {}
+        self._staged = -1
+        self._current = -1
+
+    def connect(self, deadline: float) -> None:
+        """There is nobody to meet."""
+
+    def learn(self, index: int, nbytes: int, descriptor: int) -> None:
+        """Map a new slot; the descriptor is closed.
+
+        Raises:
+            TransferFailed: It is no file of that size.
+        """
+        try:
+            if os.fstat(descriptor).st_size < nbytes:
+                raise TransferFailed(f"slot {index} is smaller than the {nbytes} bytes that were announced")
+            if nbytes:
+                self._maps[index] = mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE)
+                self._slots[index] = torch.frombuffer(mapped, dtype=torch.uint8)
+            else:
+                self._slots[index] = torch.empty(0, dtype=torch.uint8)
+        except OSError as error:
+            raise TransferFailed(f"slot {index} cannot be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
+
+    def forget(self, index: int) -> Tensor | None:
+        """The sender will not use this slot again; its memory goes with the last tensor that views it."""
+        self._maps.pop(index, None)
+        return self._slots.pop(index, None)
+
+    def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> Tensor:
+        """The slot that the ticket names; nothing is copied. See ``ReceiverTransport``."""
+        self._staged = ticket.get("slot", -1)
+        slot = self._slots.get(self._staged)
+        if slot is None or slot.numel() != nbytes:
+            raise TransferFailed(f"slot {self._staged} is not known here; known are {sorted(self._slots)}")
+        return slot
+
+    def entered(self, slot: Tensor) -> None:
+        """The weights have left the slot before: drop the pages of that one that were written here.
+
+        They would hide what the sender writes there next. Its other pages are only unmapped, and faulted in on use.
+        """
+        left = self._maps.get(self._current) if self._current != self._staged else None
+        self._current = self._staged
+        if left is not None and hasattr(mmap, "MADV_DONTNEED"):
+            left.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Forget every slot; tensors that view one keep its memory."""
+        self._maps.clear()
+        self._slots.clear()

@@ -1,0 +1,154 @@
+"""Which flat slot may be written next? A pool in which a slot is rewritten only when nobody holds it.
+
+A slot is held by the writer that fills it, by each delivery of it that has not settled, and by each worker that has
+it mapped as its current weights. Two slots suffice while everybody keeps up; each slow worker may hold one more. A
+slot of a holder that we have lost is *retired*, and never written again: a worker that we gave up may still be
+reading it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_weightsync.transports.layout import WeightLayout
+from lightning_weightsync.transports.memory import create_memory_file, map_memory
+
+
+@dataclass(eq=False)
+class Slot:
+    """One model in one version, as flat bytes.
+
+    Attributes:
+        index: Names the slot to workers; never used twice in a pool.
+        memory: uint8, 1-dimensional.
+        views: Each stored leaf of the layout, in its order, as a view into ``memory``.
+        descriptor: Of the memory file behind it, to hand to workers; -1 where it is private.
+        holders: Who needs its bytes to stay as they are.
+        retired: Whether it is never to be written again.
+    """
+
+    index: int
+    memory: Tensor
+    views: list[Tensor]
+    descriptor: int
+    holders: set[Hashable] = field(default_factory=set)
+    retired: bool = False
+
+
+class SlotPool:
+    """Slots of equal size, made when they are first needed.
+
+    Args:
+        layout: Of the model that a slot holds.
+        max_slots: How many may exist at a time.
+        shared: Whether slots lie in memory files that workers can map, or in private memory.
+    """
+
+    def __init__(self, layout: WeightLayout, max_slots: int, *, shared: bool) -> None:
+        self.layout = layout
+        self.nbytes = layout.nbytes
+        self.max_slots = max_slots
+        self.shared = shared
+        self.when_retired: list[Callable[[int], None]] = []
+        self._slots: dict[int, Slot] = {}
+        self._made = 0
+        self._mutex = threading.RLock()
+        self._any_retired = False
+
+    def prefault(self, count: int) -> None:
+        """Make slots and touch their pages now: the first touch of a slot costs several times a later write."""
+        with self._mutex:
+            while len(self._slots) < min(count, self.max_slots):
+                self._make().memory.zero_()
+
+    def try_acquire(self, holder: Hashable) -> Slot | None:
+        """A slot that nobody holds, now held by ``holder``; ``None`` while every slot is held."""
+        with self._mutex:
+            in_use = [slot for slot in self._slots.values() if not slot.retired]
+            free = next((slot for slot in in_use if not slot.holders), None)
+            if free is None and len(in_use) < self.max_slots:
+                free = self._make()
+            if free is not None:
+                free.holders.add(holder)
+            return free
+
+    def holders(self) -> list[str]:
+        """Who holds slots, for messages."""
+        with self._mutex:
+            return sorted({str(holder) for slot in self._slots.values() for holder in slot.holders})
+
+    def hold(self, slot: Slot, holder: Hashable) -> None:
+        """Keep the slot's bytes as they are for ``holder``."""
+        with self._mutex:
+            slot.holders.add(holder)
+
+    def release(self, slot: Slot, holder: Hashable) -> None:
+        """``holder`` does not need it any more."""
+        with self._mutex:
+            slot.holders.discard(holder)
+        self._dispose()
+
+    def release_all(self, holder: Hashable, *, keep: Slot) -> None:
+        """``holder`` needs none of the slots any more, except one."""
+        with self._mutex:
+            for slot in self._slots.values():
+                if slot is not keep:
+                    slot.holders.discard(holder)
+        self._dispose()
+
+    def retire_all(self, holder: Hashable) -> None:
+        """``holder`` is lost, and may read its slots for ever: they are never written again.
+
+        Others that hold them go on using them; with the last one they are disposed of.
+        """
+        with self._mutex:
+            for slot in self._slots.values():
+                if holder in slot.holders:
+                    slot.holders.discard(holder)
+                    slot.retired = True
+                    self._any_retired = True
+        self._dispose()
+
+    def close(self) -> None:
+        """Give every slot up. The memory goes when its last user has unmapped it."""
+        with self._mutex:
+            for slot in self._slots.values():
+                _close(slot)
+            self._slots.clear()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def _dispose(self) -> None:
+        """Drop retired slots that nobody holds any more."""
+        if not self._any_retired:
+            return
+        with self._mutex:
+            gone = [slot for slot in self._slots.values() if slot.retired and not slot.holders]
+            for slot in gone:
+                del self._slots[slot.index]
+                _close(slot)
+            self._any_retired = any(slot.retired for slot in self._slots.values())
+        for slot in gone:
+            for tell in self.when_retired:
+                tell(slot.index)
+
+    def _make(self) -> Slot:
+        descriptor = create_memory_file("lightning_weightsync-weights") if self.shared else -1
+        memory = map_memory(descriptor, self.nbytes) if self.shared else torch.empty(self.nbytes, dtype=torch.uint8)
+        slot = Slot(self._made, memory, list(self.layout.views(memory).values()), descriptor)
+        self._made += 1
+        self._slots[slot.index] = slot
+        return slot
+
+
+def _close(slot: Slot) -> None:
+    if slot.descriptor >= 0:
+        os.close(slot.descriptor)
+        slot.descriptor = -1
