@@ -32,6 +32,7 @@ from lightning_weightsync.cadence import Cadence, IntervalUnit, OptimizerStepCou
 from lightning_weightsync.collectors.group import GRACE_AFTER_FAILURE, CollectorGroup
 from lightning_weightsync.paths import PathError, resolve_first
 from lightning_weightsync.schemes.strategy import WeightStrategy
+from lightning_weightsync.transports.hub import PushHandle, PushState
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +52,11 @@ class UpdateWeights(pl.Callback):
             real steps of the optimizers that own a mapped parameter, and pushes the weights of that very step. With a
             getter or a sender nothing is mapped: all optimizers count.
         blocking: Whether a push waits until every worker has applied it. ``None``: where the group is ``sync=True``.
+            ``False``: the trainer is held for one copy of the weights; a newer push may take the place of one that is
+            still waiting. The last push of a fit is waited for in any case.
 
     Raises:
         ValueError: Neither or both of ``collector`` and ``sender``; no source of weights; a bad interval or unit.
-        NotImplementedError: ``blocking=False``, which comes with asynchronous pushes.
 
     Attributes:
         num_pushes: Completed pushes, over resumes. A group's connecting, which delivers the current version, is not
@@ -94,8 +96,10 @@ class UpdateWeights(pl.Callback):
                 "a CollectorGroup needs a source: give weight_update_map, for example "
                 f"{dict.fromkeys(group.weight_sync_schemes, 'actor') or {'policy': 'actor'}}, or policy_weights_getter"
             )
-        if blocking is False:
-            raise NotImplementedError("blocking=False is not there yet; a push waits until every worker has applied it")
+        if blocking is False and group is None:
+            raise ValueError(
+                "blocking=False needs a CollectorGroup: nothing else is known to deliver in the background"
+            )
         self.collector = collector
         self.sender = sender
         self.policy_weights_getter = policy_weights_getter if weight_update_map is None else None
@@ -113,6 +117,7 @@ class UpdateWeights(pl.Callback):
         self._restored: tuple[int, int] | None = None
         self._launched = False
         self._fit = _Fit()
+        self._under_way: list[PushHandle] = []
         self._sources: dict[str, Any] = {}
         self._steps: OptimizerStepCounter | None = None
         self._push_seconds = 0.0
@@ -220,6 +225,7 @@ class UpdateWeights(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, push if that is due, log."""
+        self._check_under_way()
         self._cadence.batch_ended()
         self._fit.batches += 1
         if self.interval_unit == "batches" and self._cadence.due:
@@ -236,6 +242,9 @@ class UpdateWeights(pl.Callback):
             self._warn_of_no_push(pl_module)
         if self._cadence.pending:
             self._push()
+            for handle in self._under_way:
+                handle.wait()
+            self._check_under_way()
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             for logger in trainer.loggers:
                 logger.log_metrics({"weight_sync/version": float(self.version)}, step=step)
@@ -322,8 +331,8 @@ class UpdateWeights(pl.Callback):
         self._fit.connected = True
         if self._group.connected:
             self._push()
-        else:
-            self._group.connect(self._weights())
+            return
+        self._group.connect(self._weights())
 
     def _step_happened(self) -> None:
         self._cadence.step_happened()
@@ -332,7 +341,11 @@ class UpdateWeights(pl.Callback):
 
     def _push(self) -> None:
         started = time.perf_counter()
-        if self._group is not None:
+        if self._group is not None and not self._waits:
+            handle = self._group.send_async(self._weights())
+            if handle is not None:
+                self._under_way.append(handle)
+        elif self._group is not None:
             self._group.update_policy_weights_(weights_dict=self._weights())
         else:
             self._call_other()
@@ -340,6 +353,19 @@ class UpdateWeights(pl.Callback):
         self._push_seconds += time.perf_counter() - started
         self._cadence.pushed()
         self.num_pushes += 1
+
+    @property
+    def _waits(self) -> bool:
+        return self.blocking if self.blocking is not None else self._group is None or self._group.sync
+
+    def _check_under_way(self) -> None:
+        """Raise what a push that nobody waited for has run into."""
+        under_way, self._under_way = self._under_way, []
+        for handle in under_way:
+            if handle.state is PushState.PENDING:
+                self._under_way.append(handle)
+            elif handle.error is not None:
+                raise handle.error
 
     def _call_other(self) -> None:
         """Push through an object that is not ours."""

@@ -1,8 +1,9 @@
 """Where do a module's tensors hang, and are they still the same? Leaves by name, found once and checked cheaply.
 
 Walking a module's tree for each push costs more than copying a small model. So the walk is done once, and each push
-only checks that every tensor still hangs where it was found: replacing a ``Parameter``
-(``load_state_dict(assign=True)``) or adding a submodule is noticed.
+only checks that every tensor still hangs where it was found, in its shape and dtype: replacing a ``Parameter``
+(``load_state_dict(assign=True)``), adding a submodule or ``module.double()`` is noticed. A ``state_dict`` may be made
+of tensors that are computed anew each time, and a dict is quickly walked: these are asked again for each push.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ class Leaves:
     def __init__(self, source: Weights, strategy: WeightStrategy) -> None:
         self.source = source
         self.tensors: dict[str, Tensor] = strategy.leaves(source)
+        self._strategy = strategy
+        self._forms = [(t, t.dtype, t.shape, t.stride()) for t in self.tensors.values()]
         self._homes: list[tuple[Mapping[str, Any], str, Tensor]] = []
         self._sizes: list[tuple[Mapping[str, Any], int]] = []
+        self._walk_again = not isinstance(source, nn.Module) or strategy.extract_as == "state_dict"
         if isinstance(source, nn.Module):
             for _, part in module_parts(unwrap(source)):
                 for home in (part._parameters, part._buffers):
@@ -38,8 +42,20 @@ class Leaves:
                 self._sizes += [(home, len(home)) for home in (part._parameters, part._buffers, part._modules)]
 
     def stale(self) -> bool:
-        """Whether the module has other tensors or submodules now; the values do not matter."""
+        """Whether there are other tensors or submodules now, or other shapes, strides or dtypes; values do not matter.
+
+        Raises:
+            TypeError, ValueError: The source has come to hold something that is no weight; see ``WeightStrategy``.
+        """
         for home, name, tensor in self._homes:
             if home.get(name) is not tensor:
                 return True
-        return any(len(home) != size for home, size in self._sizes)
+        if any(len(home) != size for home, size in self._sizes):
+            return True
+        for tensor, dtype, shape, stride in self._forms:
+            if tensor.dtype is not dtype or tensor.shape != shape or tensor.stride() != stride:
+                return True
+        if self._walk_again:
+            now = self._strategy.leaves(self.source)
+            return now.keys() != self.tensors.keys() or any(now[name] is not t for name, t in self.tensors.items())
+        return False

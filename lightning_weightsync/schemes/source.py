@@ -61,13 +61,11 @@ class Source:
         """
         if weights is None or weights is self.weights:
             if self._leaves.stale():
-                self._leaves = Leaves(self.weights, self._strategy)
+                leaves = Leaves(self.weights, self._strategy)
+                self._tensors = self._agreed(leaves.tensors, self.weights)
                 self._extra_parts = stateful_parts(self.weights)
-                self._tensors = self._agreed(self._leaves.tensors, self.weights)
+                self._leaves = leaves  # once they are accepted: leaves that were refused are refused again
             tensors, parts = self._tensors, self._extra_parts
-            for (shape, dtype), tensor in zip(self._expected.values(), tensors, strict=True):
-                if tensor.shape != shape or tensor.dtype != dtype:
-                    self._agreed(self._leaves.tensors, self.weights)  # raises, with every name
             self._check_ties(self._leaves.tensors)
         else:
             leaves = self._strategy.leaves(weights)

@@ -133,7 +133,8 @@ class WeightLayout:
         """The same leaves, with floating-point ones in another dtype."""
         name = str(dtype).removeprefix("torch.")
         leaves = [
-            [leaf.name, leaf.shape, name if leaf.torch_dtype.is_floating_point else leaf.dtype] for leaf in self.leaves
+            [leaf.name, list(leaf.shape), name if leaf.torch_dtype.is_floating_point else leaf.dtype]
+            for leaf in self.leaves
         ]
         return self.from_json({"leaves": leaves, "aliases": self.aliases})
 

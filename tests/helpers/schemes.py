@@ -103,10 +103,15 @@ class Connected:
 
 
 class Connector:
-    """Makes connected schemes, and shuts their senders down at the end of the test."""
+    """Makes connected schemes, and shuts their senders down at the end of the test.
 
-    def __init__(self, receivers: ReceiverPool) -> None:
+    Attributes:
+        same_host: How all of them reach their receivers: ``"shared_memory"`` or ``"network"``.
+    """
+
+    def __init__(self, receivers: ReceiverPool, same_host: str) -> None:
         self.receivers = receivers
+        self.same_host = same_host
         self._schemes: list[DistributedWeightSyncScheme] = []
 
     def __call__(
@@ -157,7 +162,8 @@ class Connector:
 
     def sender(self, model: nn.Module, num_workers: int = 1, **options: Any) -> DistributedWeightSyncScheme:
         """The sender's end alone, with nobody connecting to it yet."""
-        scheme = DistributedWeightSyncScheme(**{"timeout": PUSH_SECONDS, "connect_timeout": PUSH_SECONDS} | options)
+        defaults = {"timeout": PUSH_SECONDS, "connect_timeout": PUSH_SECONDS, "same_host": self.same_host}
+        scheme = DistributedWeightSyncScheme(**defaults | options)
         self._schemes.append(scheme)
         scheme.init_on_sender("policy", model=model, num_workers=num_workers)
         return scheme

@@ -27,9 +27,12 @@ def receivers(receiver_pool: ReceiverPool) -> Iterator[ReceiverPool]:
     assert not here, f"the test's own process still holds {here}"
 
 
-@pytest.fixture
-def connect(receivers: ReceiverPool) -> Iterator[Connector]:
-    """Makes connected schemes: the sender here, the receivers in processes of their own. Shuts the senders down."""
-    connector = Connector(receivers)
+@pytest.fixture(params=["shared_memory", "network"])
+def connect(receivers: ReceiverPool, request: pytest.FixtureRequest) -> Iterator[Connector]:
+    """Makes connected schemes: the sender here, the receivers in processes of their own. Shuts the senders down.
+
+    Each test runs over both transports, unless it says otherwise (``over_network``, ``over_shared_memory``).
+    """
+    connector = Connector(receivers, request.param)
     yield connector
     connector.close()

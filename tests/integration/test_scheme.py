@@ -145,7 +145,7 @@ def test_weights_may_be_given_in_any_form(connect, sync, form):
 def test_the_source_may_be_given_to_connect_or_bound_as_a_tensordict(receivers, connect):
     wanted = small(seed=3)
     for bind, given in (({}, wanted), ({"weights": TensorDict(nested(leaves_of(wanted)), [])}, None)):
-        sender = DistributedWeightSyncScheme(connect_timeout=10)
+        sender = DistributedWeightSyncScheme(connect_timeout=10, same_host=connect.same_host)
         try:
             sender.init_on_sender("policy", num_workers=1, **bind)
             receivers[0].call(schemes.init, sender, altered(wanted), worker_idx=0)
@@ -179,7 +179,7 @@ def test_a_transport_that_moves_nothing_is_an_error_and_no_version(connect, monk
     connected = connect(source, sync=False, timeout=1.5)
     before = connected.leaves()
     transport = connected.scheme.sender_transports[0]
-    monkeypatch.setattr(transport, "send", lambda slot: {})
+    monkeypatch.setattr(transport, "send", lambda worker_idx, slot: {})
     randomise(source.state_dict().values(), seed=8)
     with pytest.raises(WeightSyncError, match="worker 0") as caught:
         connected.scheme.send()
@@ -341,7 +341,10 @@ def test_what_a_scheme_says_of_itself_through_its_life(connect, sync):
     sender.connect()
     for process, future in zip(connect.receivers, joining, strict=False):
         process.result_of(future)
-    assert (sender.version, sorted(sender.sender_transports), sender.shared_transport) == (0, [0, 1], None)
+    assert (sender.version, sorted(sender.sender_transports)) == (0, [0, 1])
+    shared = [transport is sender.shared_transport for transport in sender.sender_transports.values()]
+    assert shared == [connect.same_host == "shared_memory"] * 2
+    assert (sender.shared_transport is None) == (connect.same_host == "network")
     assert_same_bits(dict(sender.weights.flatten_keys(".").items()), leaves_of(source))
 
     def told(box):
@@ -401,9 +404,10 @@ def test_a_scheme_pickles_before_and_after_it_is_initialised():
 def test_a_receiver_of_its_own_making_is_told_where_its_sender_is(receivers, connect):
     sender = connect.sender(source := small(), num_workers=1)
     info = sender.get_store_info()
-    assert info.keys() == {"host", "port", "authkey"} and info["host"] == "127.0.0.1"
+    assert info.keys() == {"host", "port", "authkey", "local"} and info["host"] == "127.0.0.1"
+    assert bool(info["local"]) == (connect.same_host == "shared_memory")
 
-    theirs = DistributedWeightSyncScheme(sync=True, connect_timeout=10)
+    theirs = DistributedWeightSyncScheme(sync=True, connect_timeout=10, same_host=connect.same_host)
     receivers[0].call(schemes.init, theirs, altered(source), store_info=info)
     with pytest.raises(ValueError, match="worker_idx"):
         receivers[0].call(schemes.connect)

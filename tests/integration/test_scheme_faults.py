@@ -23,6 +23,7 @@ from tests.helpers import schemes
 from tests.helpers.receivers import ProcessEnded
 from tests.helpers.schemes import assert_same_bits, assert_text, fill, hold_gate, layers, leaves_of, release_gate
 
+over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
 both_ways = pytest.mark.parametrize("sync", [True, False], ids=["receive()", "background thread"])
 
 
@@ -44,6 +45,7 @@ def test_a_worker_killed_while_idle_is_named_at_once_and_the_others_are_served(c
     assert [connected.processes[i].call(schemes.version) for i in (0, 2)] == [2, 2]
 
 
+@over_network
 def test_a_worker_killed_in_the_middle_of_a_transfer(connect):
     """More bytes than sockets hold: the transfer stands still until the worker receives, which it never does."""
     connected = connect(source := nn.Linear(2000, 2000), 2, timeout=120)

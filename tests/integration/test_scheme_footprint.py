@@ -15,6 +15,8 @@ from tests.helpers import schemes
 from tests.helpers.holdings import holdings, resident_bytes
 from tests.helpers.schemes import assert_same_bits, fill, leaves_of, randomise
 
+over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
+
 
 def small():
     return nn.Linear(3, 2)
@@ -60,6 +62,7 @@ def count_push(connected, monkeypatch):
     return sum(group.sends for group in groups), messages
 
 
+@over_network
 def test_a_push_is_one_transfer_and_one_announcement_per_worker_however_many_leaves_there_are(connect, monkeypatch):
     counts = []
     for leaves in (2, 2000):
@@ -199,6 +202,7 @@ def test_the_sender_listens_where_it_is_told(connect, host):
     assert_same_bits(connected.leaves(), leaves_of(source))
 
 
+@over_network
 def test_each_side_listens_on_its_own_address(connect):
     """A worker of another host has no interface with the sender's address: gloo must not try to listen there."""
     before = set(holdings().ports)

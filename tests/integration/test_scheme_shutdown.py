@@ -16,6 +16,7 @@ from tests.helpers import schemes
 from tests.helpers.holdings import holdings
 from tests.helpers.schemes import altered, assert_same_bits, fill, hold_gate, leaves_of, release_gate
 
+over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
 both_ways = pytest.mark.parametrize("sync", [True, False], ids=["receive()", "background thread"])
 
 
@@ -83,6 +84,7 @@ def test_a_send_that_waits_for_a_receiver_that_does_not_receive(connect):
         connected.processes[0].call(schemes.receive, 5)
 
 
+@over_network
 def test_a_send_of_more_bytes_than_sockets_hold(connect):
     connected = connect(nn.Linear(2000, 2000), timeout=3600)
     send = Waiter(connected.scheme.send)
@@ -141,7 +143,7 @@ def test_a_receive_that_blocks(connect, who):
 def test_a_receiver_in_the_middle_of_a_transfer(connect, monkeypatch, sync):
     connected = connect(small(), sync=sync, timeout=3600)
     process = connected.processes[0]
-    monkeypatch.setattr(connected.scheme.sender_transports[0], "send", lambda slot: {})
+    monkeypatch.setattr(connected.scheme.sender_transports[0], "send", lambda worker_idx, slot: {})
     receive = process.begin(schemes.receive, None) if sync else None
     send = Waiter(connected.scheme.send)
     send.assert_waiting()
@@ -196,6 +198,7 @@ def init_stuck_before_its_transport(box, scheme, model):
     scheme.make_transport = make_transport_late
 
 
+@over_network
 def test_a_sender_whose_worker_does_not_meet_it_in_the_pair_group(receivers, connect):
     sender = connect.sender(source := small(), connect_timeout=60)
     receivers[0].call(init_stuck_before_its_transport, sender, altered(source))
@@ -212,6 +215,7 @@ def test_a_sender_whose_worker_does_not_meet_it_in_the_pair_group(receivers, con
 # --- what is open meanwhile ----------------------------------------------------------------------------------------
 
 
+@over_network
 def test_everything_listens_on_the_loopback_interface_only_and_nothing_after_shutdown(connect):
     before = set(holdings().ports)
     connected = connect(small(), 2)
@@ -248,7 +252,7 @@ def test_strangers_at_the_port_disturb_nobody(connect):
 def test_many_lives_in_the_same_processes_leave_nothing(receivers, connect):
     """Ten connections, pushes and shutdowns; the fixture compares what is open with what was."""
     for life in range(10):
-        scheme = DistributedWeightSyncScheme(sync=False, connect_timeout=20)
+        scheme = DistributedWeightSyncScheme(sync=False, connect_timeout=20, same_host=connect.same_host)
         scheme.init_on_sender("policy", model=(source := small()), num_workers=2)
         try:
             joining = []

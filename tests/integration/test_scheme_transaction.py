@@ -113,11 +113,11 @@ def test_whoever_holds_the_gate_finds_the_version_of_the_weights_on_the_scheme_t
 class Pair:
     """Two models over one hub and one link per worker, as a collector group keeps them."""
 
-    def __init__(self, receivers, num_workers):
+    def __init__(self, receivers, num_workers, same_host):
         self.actor, self.critic = twin_layers(64), nn.Linear(3, 2)
-        self.hub = LinkHub(num_workers, connect_timeout=20)
+        self.hub = LinkHub(num_workers, local=same_host == "shared_memory", connect_timeout=20)
         context = SimpleNamespace(hub=self.hub, num_workers=num_workers)
-        self.schemes = {name: DistributedWeightSyncScheme() for name in ("actor", "critic")}
+        self.schemes = {name: DistributedWeightSyncScheme(same_host=same_host) for name in ("actor", "critic")}
         for name, scheme in self.schemes.items():
             scheme.init_on_sender(name, context=context, model=getattr(self, name))
         self.processes = list(receivers)[:num_workers]
@@ -137,7 +137,7 @@ class Pair:
 
     def push(self, *, timeout=20.0, initial=False):
         weights = dict.fromkeys(self.schemes.values())
-        push_models(self.hub, weights, range(self.hub.num_workers), timeout=timeout, initial=initial)
+        push_models(self.hub, weights, range(self.hub.num_workers), timeout=timeout, initial=initial).wait()
 
     def held(self, worker_idx=0):
         return self.processes[worker_idx].call(values_of_both)
@@ -148,12 +148,12 @@ class Pair:
         self.hub.close()
 
 
-@pytest.fixture
-def pair(receivers):
+@pytest.fixture(params=["shared_memory", "network"])
+def pair(receivers, request):
     made = []
 
     def make(num_workers=1):
-        made.append(Pair(receivers, num_workers))
+        made.append(Pair(receivers, num_workers, request.param))
         return made[-1]
 
     yield make

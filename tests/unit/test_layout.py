@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_weightsync.transports import layout as module_under_test
-from lightning_weightsync.transports.layout import ALIGNMENT, Leaf, WeightLayout, allocate_slot, digest_of
+from lightning_weightsync.transports.layout import ALIGNMENT, Leaf, WeightLayout, digest_of
 
 DENSE = {
     torch.bool,
@@ -37,6 +37,10 @@ def random_bytes(dtype, shape, seed=0):
 
 def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
+def empty_slot(nbytes):
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def offsets(layout):
@@ -70,7 +74,7 @@ def test_each_leaf_starts_at_the_next_multiple_of_64_bytes():
 def test_a_layout_without_leaves_has_a_slot_of_no_bytes():
     layout = WeightLayout.of({})
     assert (layout.leaves, layout.nbytes, layout.by_name) == ((), 0, {})
-    assert layout.views(allocate_slot(0)) == {}
+    assert layout.views(empty_slot(0)) == {}
     assert WeightLayout.from_json(layout.to_json()) == layout
 
 
@@ -83,7 +87,7 @@ def test_a_leaf_of_any_dense_dtype_comes_out_of_its_slot_bit_for_bit(dtype):
         "last": random_bytes(dtype, (7,), seed=3),
     }
     layout = WeightLayout.of(tensors)
-    slot = allocate_slot(layout.nbytes).fill_(0xA5)
+    slot = empty_slot(layout.nbytes).fill_(0xA5)
     views = layout.views(slot)
     torch._foreach_copy_(list(views.values()), list(tensors.values()))
     assert list(views) == list(tensors)
@@ -97,7 +101,7 @@ def test_a_leaf_of_any_dense_dtype_comes_out_of_its_slot_bit_for_bit(dtype):
 
 def test_views_share_the_slots_memory():
     layout = WeightLayout.of({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.int16)})
-    slot = allocate_slot(layout.nbytes).zero_()
+    slot = empty_slot(layout.nbytes).zero_()
     views = layout.views(slot)
     views["b"].fill_(-1)
     assert slot.nonzero().flatten().tolist() == [64, 65, 66, 67]
@@ -119,7 +123,7 @@ def test_dtypes_that_cannot_be_moved_byte_for_byte_are_refused_by_name():
             assert "'net.odd'" in str(error) and str(dtype) in str(error)
             refused.add(dtype)
         else:  # then it has to survive the way through a slot
-            view = WeightLayout.of({"net.odd": tensor}).views(allocate_slot(64))["net.odd"]
+            view = WeightLayout.of({"net.odd": tensor}).views(empty_slot(64))["net.odd"]
             assert bits(view.copy_(tensor)) == bits(tensor)
     assert {torch.qint8, torch.quint8, torch.qint32, torch.uint1, torch.int7} <= refused
 
@@ -185,7 +189,7 @@ def test_a_lazily_negated_view_is_not_taken_for_the_tensor_whose_memory_it_reads
     assert view.data_ptr() == base.data_ptr()
     layout = WeightLayout.of({"a": base, "b": view})
     assert dict(layout.aliases) == {}
-    views = layout.views(allocate_slot(layout.nbytes))
+    views = layout.views(empty_slot(layout.nbytes))
     torch._foreach_copy_(list(views.values()), [base, view])
     assert views["b"].tolist() == view.tolist() != base.tolist()
 

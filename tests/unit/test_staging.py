@@ -6,16 +6,18 @@ from tensordict import TensorDict
 from torch import nn
 
 from lightning_weightsync.errors import LayoutMismatchError
-from lightning_weightsync.schemes.staging import StagedModel, snapshot
+from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import WeightStrategy
-from lightning_weightsync.transports.layout import WeightLayout, allocate_slot
+from lightning_weightsync.transports.layout import WeightLayout
 from tests.helpers.models import Mixed, Tied, assert_same_bits, bits, randomise, values
+from tests.helpers.staging import Destination
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # said when torch.compile is first used
 BY_LEAF, BY_STATE = WeightStrategy("tensordict"), WeightStrategy("state_dict")
+SWITCHED = WeightStrategy("tensordict")  # as BY_LEAF, and leaves may be switched
 
 
-@pytest.fixture(params=[BY_LEAF, BY_STATE], ids=["tensordict", "state_dict"])
+@pytest.fixture(params=[BY_LEAF, BY_STATE, SWITCHED], ids=["tensordict", "state_dict", "switched"])
 def strategy(request):
     return request.param
 
@@ -24,16 +26,12 @@ def layout_of(source, strategy=BY_LEAF):
     return WeightLayout.of(strategy.leaves(source))
 
 
-def bound(target, source, strategy=BY_LEAF, *, strict=True):
-    staged = StagedModel("policy", target, strategy, strict=strict)
-    staged.bind(layout_of(source, strategy))
-    return staged
+def bound(target, source, strategy=BY_LEAF, *, strict=True, asked=None):
+    return Destination(target, source, strategy, strict=strict, asked=asked, may_switch=strategy is SWITCHED)
 
 
 def pushed(staged, source, *, keep_backup=False):
-    staged.fill(source)
-    staged.apply(keep_backup=keep_backup)
-    staged.forget_backup()
+    staged.push(source, keep_backup=keep_backup)
 
 
 def refused(target, source, *, strict=True, asked=None):
@@ -193,9 +191,7 @@ def test_without_strictness_a_subset_changes_and_the_rest_stays_bit_for_bit(stra
     target = nn.ModuleDict({"actor": nn.Linear(2, 2), "critic": nn.BatchNorm1d(2)})
     before = values(target)
     source = randomise(nn.ModuleDict({"actor": nn.Linear(2, 2)}), 2)
-    staged = StagedModel("policy", target, strategy, strict=own)
-    staged.bind(layout_of(source, strategy), strict=asked)
-    pushed(staged, source)
+    pushed(bound(target, source, strategy, strict=own, asked=asked), source)
     assert_same_bits(values(target), before | values(source))
 
 
@@ -242,14 +238,16 @@ def test_a_leaf_that_cannot_be_written_in_place_is_refused_before_anything_is():
     assert source.scale.tolist() == [1.0] * 4
 
 
-def test_binding_again_takes_the_new_layout():
-    target = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    staged = bound(target, target)
-    first = staged.staged
+def test_binding_again_takes_the_new_layout(strategy):
+    target = nn.ParameterDict({"a": torch.zeros(2), "b": torch.zeros(2)})
+    staged = bound(target, target, strategy)
+    pushed(staged, target)
+    again = bound(target, {"a": torch.zeros(2)}, strategy, strict=False)
+    assert (staged.layout.nbytes, again.layout.nbytes) == (128, 64)
     staged.strict = False
-    staged.bind(layout_of({"a": torch.zeros(2)}))
-    assert (staged.layout.nbytes, first.numel()) == (64, 128)
-    pushed(staged, {"a": torch.ones(2)})
+    staged.bind(again.layout)
+    filled = again.fill({"a": torch.ones(2)})
+    staged.apply(filled.slot, filled.extra, keep_backup=False)
     assert (target["a"].tolist(), target["b"].tolist()) == ([1.0, 1.0], [0.0, 0.0])
 
 
@@ -283,93 +281,6 @@ def test_tied_in_the_receiver_only_is_refused_since_one_tensor_cannot_hold_two_v
     }
 
 
-def test_weights_that_were_tied_at_connect_and_are_not_any_more_are_refused(strategy):
-    source = randomise(Tied(), 1)
-    staged = bound(Tied(), source, strategy)
-    source.decoder.weight = nn.Parameter(source.encoder.weight.detach().clone())
-    pushed(staged, source)  # equal values: nothing is lost yet
-    with torch.no_grad():
-        source.decoder.weight[0, 0] += 1
-    with pytest.raises(LayoutMismatchError, match=r"decoder\.weight: was tied to encoder\.weight"):
-        staged.fill(source)
-
-
-def test_copies_of_tied_weights_that_hold_nan_are_still_equal():
-    source = Tied()
-    with torch.no_grad():
-        source.encoder.weight[0, 0] = float("nan")
-    staged = bound(target := Tied(), source)
-    pushed(staged, {name: tensor.clone() for name, tensor in source.state_dict().items()})
-    assert_same_bits(values(target), values(source))
-
-
-def test_copies_of_tied_weights_of_another_dtype_are_refused_by_name():
-    staged = bound(Tied(), source := Tied())
-    given = dict(source.state_dict()) | {"decoder.weight": source.encoder.weight.detach().double()}
-    with pytest.raises(LayoutMismatchError) as caught:
-        staged.fill(given)
-    assert list(caught.value.mismatched) == ["decoder.weight"]
-
-
-# --- the snapshot ---------------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_fills_the_slot_with_the_leaves_bytes_and_does_not_follow_the_source():
-    source = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3, dtype=torch.int16)}
-    layout = layout_of(source)
-    slot = allocate_slot(layout.nbytes).zero_()
-    snapshot(BY_LEAF, source, layout, slot, "policy")
-    source["a"].fill_(9)
-    views = layout.views(slot)
-    assert (views["a"].tolist(), views["b"].item()) == ([1.0, 2.0], 3)
-    assert slot[64:66].tolist() == [3, 0]
-
-
-def test_a_snapshot_of_a_training_module_leaves_no_trace_in_it():
-    source = nn.Linear(2, 2)
-    loss = source(torch.ones(1, 2)).sum()
-    versions = [parameter._version for parameter in source.parameters()]
-    layout = layout_of(source)
-    snapshot(BY_LEAF, source, layout, allocate_slot(layout.nbytes), "policy")
-    loss.backward()
-    assert [parameter._version for parameter in source.parameters()] == versions
-    assert source.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-
-
-def test_weights_that_changed_since_connect_are_refused_leaf_by_leaf_and_the_slot_is_left_alone():
-    agreed = {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1), "d": torch.tensor(0)}
-    layout = layout_of(agreed)
-    slot = allocate_slot(layout.nbytes).fill_(7)
-    changed = {
-        "a": torch.zeros(3),
-        "b": torch.zeros(3, dtype=torch.bfloat16),
-        "d": torch.tensor([0]),
-        "e": torch.zeros(1),
-    }
-    with pytest.raises(LayoutMismatchError, match="'critic' are not those of connect") as caught:
-        snapshot(BY_LEAF, changed, layout, slot, "critic")
-    error = caught.value
-    assert (error.missing, error.unexpected) == (["c"], ["e"])
-    assert error.mismatched == {
-        "a": "given torch.float32[3], agreed float32[2]",
-        "b": "given torch.bfloat16[3], agreed float32[3]",
-        "d": "given torch.int64[1], agreed int64[]",
-    }
-    assert all(f"{name}" in str(error) for name in "abcde")
-    assert slot.unique().tolist() == [7]
-
-
-def test_a_module_may_be_given_for_a_dict_and_a_dict_for_a_module():
-    module = randomise(Mixed(), 2)
-    layout = layout_of(module)
-    slots = [allocate_slot(layout.nbytes).zero_() for _ in range(4)]
-    snapshot(BY_LEAF, module, layout, slots[0], "policy")
-    snapshot(BY_LEAF, dict(module.state_dict()), layout, slots[1], "policy")
-    snapshot(BY_LEAF, BY_LEAF.extract_weights(module), layout, slots[2], "policy")
-    snapshot(BY_STATE, module, layout, slots[3], "policy")
-    assert all(torch.equal(slots[0], slot) for slot in slots[1:])
-
-
 # --- applying and rolling back --------------------------------------------------------------------------------------
 
 
@@ -388,7 +299,7 @@ def test_rolling_back_restores_every_bit_and_identity(strategy):
     before = values(target)
     identities = {name: id(tensor) for name, tensor in target.state_dict(keep_vars=True).items()}
     staged.fill(source)
-    staged.apply(keep_backup=True)
+    staged.apply_filled(keep_backup=True)
     assert_same_bits(dict(target.state_dict()), dict(source.state_dict()))
     staged.roll_back()
     assert_same_bits(values(target), before)
@@ -435,7 +346,7 @@ def test_buffers_that_the_model_has_replaced_since_connect_are_updated_and_rolle
         target.step()
     source.mean = torch.tensor([5.0, 6.0])
     staged.fill(source)
-    staged.apply(keep_backup=True)
+    staged.apply_filled(keep_backup=True)
     assert (target.mean.tolist(), target.count.item()) == ([5.0, 6.0], 0)
     staged.roll_back()
     assert (target.mean.tolist(), target.count.item()) == ([3.0, 3.0], 3)
@@ -469,8 +380,8 @@ def test_a_target_that_no_longer_fits_is_refused_whole(change):
     staged.fill(source)
     change(target)
     before = values(target)
-    with pytest.raises(LayoutMismatchError, match=r"'policy' has changed in the receiver since it connected.*weight"):
-        staged.apply(keep_backup=False)
+    with pytest.raises(LayoutMismatchError, match=r"'policy' differs between sender and receiver.*weight"):
+        staged.apply_filled(keep_backup=False)
     staged.roll_back()
     assert_same_bits(values(target), before)
 
@@ -480,8 +391,8 @@ def test_a_target_of_another_dtype_is_refused_by_load_state_dict_too():
     staged = bound(target, source, BY_STATE)
     staged.fill(source)
     target.double()
-    with pytest.raises(LayoutMismatchError, match="weight, bias"):
-        staged.apply(keep_backup=False)
+    with pytest.raises(LayoutMismatchError, match=r"weight: sender float32\[2, 2\], receiver float64\[2, 2\]; bias: "):
+        staged.apply_filled(keep_backup=False)
 
 
 class Derived(nn.Module):
@@ -530,7 +441,7 @@ def test_rolling_back_a_state_restores_what_the_model_holds_now_and_derives_from
         target.weight.copy_(torch.tensor([0.1, 0.7]))
     before = values(target)
     staged.fill(source)
-    staged.apply(keep_backup=False)
+    staged.apply_filled(keep_backup=False)
     assert target.total == 16.0
     staged.roll_back()
     assert_same_bits(values(target), before)
@@ -546,7 +457,7 @@ def test_a_load_that_fails_half_way_is_rolled_back_although_the_hook_goes_on_fai
     staged.fill(source)
     target.fail = True
     with pytest.raises(ZeroDivisionError):
-        staged.apply(keep_backup=False)
+        staged.apply_filled(keep_backup=False)
     assert target.weight.tolist() == [8.0, 8.0]
     staged.roll_back()
     assert_same_bits(values(target), before)
@@ -571,7 +482,7 @@ def test_a_model_that_keeps_what_it_is_given_does_not_see_the_next_version_befor
     source.mean.fill_(2)
     staged.fill(source)
     assert target.mean.tolist() == [1.0, 1.0]
-    staged.apply(keep_backup=True)
+    staged.apply_filled(keep_backup=True)
     assert target.mean.tolist() == [2.0, 2.0]
     staged.roll_back()
     assert target.mean.tolist() == [1.0, 1.0]

@@ -8,11 +8,10 @@ from torch import nn
 
 from lightning_weightsync.errors import StaleVersionError, WeightSyncTimeout
 from lightning_weightsync.schemes.gate import Gate
-from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import WeightStrategy
-from lightning_weightsync.schemes.transaction import Transaction, TransactionState, check_newer
-from lightning_weightsync.transports.layout import WeightLayout
+from lightning_weightsync.schemes.transaction import Staged, Transaction, TransactionState, check_newer
 from tests.helpers.models import Mixed, assert_same_bits, randomise, values
+from tests.helpers.staging import Destination
 from tests.helpers.threads import Call, eventually, soon
 
 ANNOUNCED, STAGED, APPLIED, ABORTED = TransactionState
@@ -39,20 +38,20 @@ class Link:
             raise ConnectionError("nobody waits for it")
 
 
+WAYS = ["tensordict", "state_dict", "switched"]
+
+
 def destination(model=None, *, name="policy", strategy="tensordict"):
     """A live model and its staging, bound to its own layout."""
-    model = Mixed() if model is None else model
-    staged = StagedModel(name, model, WeightStrategy(strategy))
-    staged.bind(WeightLayout.of(staged.strategy.leaves(model)))
-    return staged
+    switched = strategy == "switched"
+    how = WeightStrategy("tensordict" if switched else strategy)
+    return Destination(Mixed() if model is None else model, strategy=how, model_id=name, may_switch=switched)
 
 
 def staged_push(gate, *models, seed=1, version=7, deadline=None, origin=None):
     """A push with new values for each of the models, all in their slots."""
-    push = Transaction(models, gate, 3, version, soon(30.0) if deadline is None else deadline, origin)
-    for model in models:
-        model.fill(randomise(type(model.target)(), seed))
-    push.staged()
+    push = Transaction(gate, 3, version, soon(30.0) if deadline is None else deadline, origin)
+    push.stage([model.fill(randomise(type(model.target)(), seed)) for model in models])
     return push
 
 
@@ -84,10 +83,9 @@ class Failing(Mixed):
 
 def test_a_push_goes_from_announced_over_staged_to_applied(gate):
     model = destination()
-    push = Transaction([model], gate, 3, 7, soon())
+    push = Transaction(gate, 3, 7, soon())
     assert (push.state, push.error) == (ANNOUNCED, None)
-    model.fill(randomise(Mixed(), 1))
-    push.staged()
+    push.stage([model.fill(randomise(Mixed(), 1))])
     assert push.state is STAGED
     assert push.commit() is True
     assert (push.state, push.error, gate.run, gate.version) == (APPLIED, None, 3, 7)
@@ -97,18 +95,18 @@ def test_a_push_goes_from_announced_over_staged_to_applied(gate):
 def test_a_push_that_is_not_staged_is_not_committed(gate):
     model = destination()
     before = values(model.target)
-    push = Transaction([model], gate, 3, 7, soon())
+    push = Transaction(gate, 3, 7, soon())
     assert push.commit() is False
     assert (push.state, gate.version) == (ANNOUNCED, 6)
     assert_same_bits(values(model.target), before)
 
 
 def in_state(gate, state):
-    push = Transaction([destination()], gate, 3, 7, soon())
+    push = Transaction(gate, 3, 7, soon())
     if state is ABORTED:
         push.abort(ZeroDivisionError())
     if state in (STAGED, APPLIED):
-        push.staged()
+        push.stage([destination().fill()])
     if state is APPLIED:
         push.commit()
     assert push.state is state
@@ -119,7 +117,7 @@ def in_state(gate, state):
 def test_a_push_is_staged_only_once_and_only_when_it_was_just_announced(gate, state):
     push = in_state(gate, state)
     with pytest.raises(RuntimeError, match=f"cannot go from {state.value} to staged"):
-        push.staged()
+        push.stage([])
     assert push.state is state
 
 
@@ -137,7 +135,7 @@ def test_an_end_is_final_and_its_error_with_it(gate, state):
 def test_a_push_that_was_given_up_is_never_applied(gate, state):
     model = destination()
     before = {model: values(model.target)}
-    push = staged_push(gate, model) if state is STAGED else Transaction([model], gate, 3, 7, soon())
+    push = staged_push(gate, model) if state is STAGED else Transaction(gate, 3, 7, soon())
     error = ValueError("refused")
     push.abort(error)
     assert push.error is error
@@ -147,7 +145,7 @@ def test_a_push_that_was_given_up_is_never_applied(gate, state):
 # --- committing -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("strategy", WAYS)
 def test_all_models_of_a_push_switch_together(gate, strategy):
     models = [destination(name=name, strategy=strategy) for name in ("actor", "critic", "encoder")]
     assert staged_push(gate, *models).commit() is True
@@ -236,10 +234,8 @@ def test_readers_never_see_two_models_of_different_versions(gate):
             source = nn.Linear(8, 8)
             for parameter in source.parameters():
                 parameter.fill_(version)
-        for model in models:
-            model.fill(source)
-        push = Transaction(models, gate, 2, version, soon(30.0))
-        push.staged()
+        push = Transaction(gate, 2, version, soon(30.0))
+        push.stage([model.fill(source) for model in models])
         assert push.commit() is True
     eventually(lambda: seen and seen[-1][0] == 106)
     stop.set()
@@ -337,7 +333,7 @@ def test_a_push_that_is_aborted_while_its_commit_waits_for_the_gate_is_not_appli
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("strategy", WAYS)
 def test_if_any_model_cannot_be_applied_all_keep_what_they_had_bit_for_bit(gate, position, strategy):
     torch.manual_seed(0)
     models = [destination(name=f"model {number}", strategy=strategy) for number in range(2)]
@@ -361,8 +357,9 @@ def test_models_are_rolled_back_in_reverse_order(gate):
         def __init__(self, name):
             self.name = name
 
-        def apply(self, *, keep_backup):
+        def apply(self, slot, extra, *, keep_backup):
             assert gate.inside
+            assert extra == {"of": self.name}
             events.append(f"apply {self.name}, backup {keep_backup}")
             if self.name == "c":
                 raise ZeroDivisionError
@@ -371,8 +368,8 @@ def test_models_are_rolled_back_in_reverse_order(gate):
             assert gate.inside  # nobody reads in between
             events.append(f"roll back {self.name}")
 
-    push = Transaction([Recorder(name) for name in "abcd"], gate, 3, 7, soon())
-    push.staged()
+    push = Transaction(gate, 3, 7, soon())
+    push.stage([Staged(Recorder(name), torch.empty(0), {"of": name}) for name in "abcd"])
     with pytest.raises(ZeroDivisionError):
         push.commit()
     assert events == [
@@ -383,7 +380,7 @@ def test_models_are_rolled_back_in_reverse_order(gate):
 
 @pytest.mark.parametrize("error", [ValueError("hook"), KeyboardInterrupt()], ids=["Exception", "KeyboardInterrupt"])
 @pytest.mark.parametrize("num_models", [1, 2])
-@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("strategy", WAYS)
 def test_an_applied_hook_that_raises_rolls_every_model_back(gate, error, num_models, strategy):
     models = [destination(name=str(number), strategy=strategy) for number in range(num_models)]
     called = []
@@ -467,9 +464,8 @@ def test_what_a_policy_remembers_is_forgotten_before_its_next_call(gate):
     model = destination(policy)
     model.applied_hooks.append(lambda target, version: target.memory.clear())
     assert policy(1) == 1.0
-    push = Transaction([model], gate, 3, 7, soon())
-    model.fill({"bias": torch.tensor([2.0])})
-    push.staged()
+    push = Transaction(gate, 3, 7, soon())
+    push.stage([model.fill({"bias": torch.tensor([2.0])})])
     assert push.commit() is True
     assert policy(1) == 3.0
 
