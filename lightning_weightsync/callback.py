@@ -32,7 +32,7 @@ from lightning_weightsync.cadence import Cadence, IntervalUnit, OptimizerStepCou
 from lightning_weightsync.collectors.group import GRACE_AFTER_FAILURE, CollectorGroup
 from lightning_weightsync.paths import PathError, resolve_first
 from lightning_weightsync.schemes.strategy import WeightStrategy
-from lightning_weightsync.transports.hub import PushHandle, PushState
+from lightning_weightsync.transports.pushing import PushHandle, PushState
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,11 @@ from tensordict import TensorDict
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.pool import Rollout, WorkerPool, WorkerState
-from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme
+from lightning_weightsync.schemes.base import WeightSyncScheme
+from lightning_weightsync.schemes.push import PerWorker
 from lightning_weightsync.schemes.strategy import Weights
-from lightning_weightsync.transports.hub import LinkHub, PushHandle
+from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.transports.pushing import PushHandle
 
 EPISODE_WINDOW = 100
 GRACE_AFTER_FAILURE = 2.0

@@ -19,8 +19,9 @@ from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.context import WorkerContext
 from lightning_weightsync.collectors.pool import Rollout, WorkerState
 from lightning_weightsync.errors import WeightSyncError
-from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme, is_per_worker
+from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.extra_state import unpack
+from lightning_weightsync.schemes.push import PerWorker, is_per_worker
 from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import Weights

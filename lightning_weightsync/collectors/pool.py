@@ -21,10 +21,12 @@ from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.process import WorkerProcess
 from lightning_weightsync.collectors.rollouts import BatchReader
 from lightning_weightsync.errors import WeightSyncTimeout, WorkerDied, WorkerError
-from lightning_weightsync.schemes.base import PerWorker, WeightSyncScheme, is_per_worker, push_models
+from lightning_weightsync.schemes.base import WeightSyncScheme
+from lightning_weightsync.schemes.push import PerWorker, is_per_worker, push_models
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.control import ChannelClosed, Message
-from lightning_weightsync.transports.hub import LinkHub, PushHandle, raise_failures
+from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.transports.pushing import PushHandle, raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
 
 _LOOK_AROUND_MS = 100

@@ -12,24 +12,25 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from lightning_weightsync.errors import (
-    StaleVersionError,
     WeightSyncError,
     WeightSyncTimeout,
     WorkerDied,
-    WorkerError,
 )
-from lightning_weightsync.transports.base import SenderTransport, TransferFailed
+from lightning_weightsync.transports.base import TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, Message
-from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
+from lightning_weightsync.transports.delivery import Dispatcher, Errand
 from lightning_weightsync.transports.link import LinkState, WorkerLink
+from lightning_weightsync.transports.pushing import (
+    Announcement,
+    Delivery,
+    Payload,
+    PushHandle,
+    raise_failures,
+)
 from lightning_weightsync.transports.rendezvous import Rendezvous, StoreInfo
-from lightning_weightsync.transports.slots import Slot, SlotPool
-
-_ACKNOWLEDGEMENTS = frozenset({"applied", "failed"})
 
 
 class Watcher(Protocol):
@@ -38,93 +39,6 @@ class Watcher(Protocol):
     def cause_of_death(self, worker_idx: int, wait: float) -> Exception | None:
         """Why this worker's process has ended, or ``None`` while it runs (looked at for up to ``wait`` seconds)."""
         ...
-
-
-@dataclass(frozen=True)
-class Payload:
-    """One model of a push, for one worker."""
-
-    model_id: str
-    pool: SlotPool
-    slot: Slot
-    transport: SenderTransport
-    extra: bytes = b""
-
-
-class PushState(Enum):
-    """What has become of a push: all targeted workers applied it, a newer one took its place, or some failed."""
-
-    PENDING = "pending"
-    DONE = "done"
-    SUPERSEDED = "superseded"
-    FAILED = "failed"
-
-
-class PushHandle:
-    """One push on its way.
-
-    Attributes:
-        run: Of the sender.
-        version: Of the push.
-        failed: Each worker that has not applied it, and the cause; complete when the push is settled.
-    """
-
-    def __init__(self, run: int, version: int, dispatcher: Dispatcher, phase: str) -> None:
-        self.run = run
-        self.version = version
-        self.failed: dict[int, Exception] = {}
-        self.phase = phase
-        self.errands: list[Errand] = []
-        self._dispatcher = dispatcher
-
-    @property
-    def state(self) -> PushState:
-        """Superseded as soon as one worker was not sent this version because a newer one was ready for it."""
-        if not all(errand.final for errand in self.errands):
-            return PushState.PENDING
-        if self.failed:
-            return PushState.FAILED
-        skipped = any(errand.state is ErrandState.SUPERSEDED for errand in self.errands)
-        return PushState.SUPERSEDED if skipped else PushState.DONE
-
-    @property
-    def done(self) -> bool:
-        """Whether every targeted worker has applied this very version."""
-        return self.state is PushState.DONE
-
-    @property
-    def superseded(self) -> bool:
-        """Whether it is settled, nobody failed, and some worker got a newer version in its place."""
-        return self.state is PushState.SUPERSEDED
-
-    @property
-    def error(self) -> WeightSyncError | None:
-        """What ``wait`` would raise, or ``None``."""
-        return failure(self.failed, self.phase) if self.state is PushState.FAILED else None
-
-    def wait(self, timeout: float | None = None) -> PushState:
-        """Block until it is settled.
-
-        Args:
-            timeout: Seconds; ``None`` relies on the push's own deadline.
-
-        Returns:
-            ``DONE`` or ``SUPERSEDED``.
-
-        Raises:
-            WeightSyncError: Some worker failed; ``.failed`` names each.
-            WeightSyncTimeout: It is not settled after ``timeout`` seconds; it goes on.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._dispatcher.wait(self.errands, deadline):
-            late = sorted(e.link.worker_idx for e in self.errands if not e.final)
-            raise WeightSyncTimeout(f"{self.phase} is not settled after {timeout:.1f} s: waiting for workers {late}")
-        if self.failed:
-            raise failure(self.failed, self.phase)
-        return self.state
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(version={self.version}, {self.state.value})"
 
 
 @dataclass
@@ -261,13 +175,13 @@ class LinkHub:
         phase = f"push of version {version} of {', '.join(map(repr, names))}"
         handle = PushHandle(self.run, version, self.dispatcher, phase)
         deadline = time.monotonic() + timeout
-        announcement = _Announcement(self.run, version, initial, deadline, timeout)
+        announcement = Announcement(self.run, version, initial, deadline, timeout)
         for index, several in payloads.items():
             link = self.links.get(index)
             if link is None or link.state is not LinkState.OPEN:
                 handle.failed[index] = _down(index, link, phase)
                 continue
-            delivery = _Delivery(self, handle, list(several), announcement, replaceable)
+            delivery = Delivery(self._count_bytes, handle, list(several), announcement, replaceable)
             for payload in several:
                 payload.pool.hold(payload.slot, delivery)
             handle.errands.append(delivery.errand(link, phase, deadline))
@@ -319,6 +233,9 @@ class LinkHub:
             link.end()
         self._rendezvous.close()
 
+    def _count_bytes(self, nbytes: int) -> None:
+        self.bytes_pushed += nbytes
+
     def _watch_missing(self, missing: set[int]) -> None:
         if self._closed.is_set():
             raise WeightSyncError("the sender was shut down while it waited for its workers")
@@ -343,110 +260,6 @@ class LinkHub:
         return cause
 
 
-class _Announcement:
-    """The ``push`` message, encoded once for all workers that get the same tickets at about the same time."""
-
-    def __init__(self, run: int, version: int, initial: bool, deadline: float, timeout: float) -> None:
-        self._fields: dict[str, Any] = {"run": run, "version": version, "initial": initial}
-        self._deadline = deadline
-        # The worker gives up a little sooner than we do, so that it is the one who tells why.
-        self._margin = min(0.5, 0.1 * timeout)
-        self._cached: tuple[float, list[dict[str, Any]], bytes] | None = None
-
-    def send(self, link: WorkerLink, models: list[dict[str, Any]], blob: bytes) -> None:
-        now = time.monotonic()
-        if self._cached is None or self._cached[1] != models or now - self._cached[0] > 0.01:
-            budget = float(max(0.0, self._deadline - self._margin - now))
-            frame = link.channel.encode("push", blob, models=models, budget=budget, **self._fields)
-            self._cached = (now, models, frame)
-        link.channel.send_frame(self._cached[2], deadline=self._deadline)
-
-
-class _Delivery:
-    """A push, to one worker."""
-
-    def __init__(
-        self, hub: LinkHub, handle: PushHandle, payloads: list[Payload], announcement: _Announcement, replaceable: bool
-    ) -> None:
-        self._hub = hub
-        self._handle = handle
-        self._payloads = payloads
-        self._announcement = announcement
-        self._replaceable = replaceable
-        self._sent = False
-
-    def errand(self, link: WorkerLink, phase: str, deadline: float) -> Errand:
-        return Errand(
-            link,
-            self._send,
-            _ACKNOWLEDGEMENTS,
-            phase=phase,
-            deadline=deadline,
-            settled=self._settled,
-            takes_place_of=self._takes_place_of,
-        )
-
-    def _takes_place_of(self, older: Errand) -> bool:
-        """A newer push of all that the older one carries makes it needless, if that was allowed to be replaced."""
-        other = getattr(older.request, "__self__", None)
-        if not isinstance(other, _Delivery) or not other._replaceable:
-            return False
-        return {p.model_id for p in other._payloads} <= {p.model_id for p in self._payloads}
-
-    def _send(self, link: WorkerLink) -> None:
-        self._sent = True
-        models = []
-        for payload in self._payloads:
-            ticket = payload.transport.send(link.worker_idx, payload.slot)
-            models.append({"model_id": payload.model_id, "ticket": dict(ticket), "extra": len(payload.extra)})
-            self._hub.bytes_pushed += payload.slot.memory.numel()
-        self._announcement.send(link, models, b"".join(payload.extra for payload in self._payloads))
-
-    def _settled(self, errand: Errand) -> None:
-        link, handle, reply = errand.link, self._handle, errand.reply
-        if reply is not None:
-            applied = reply.kind == "applied"
-            if not applied:
-                handle.failed[link.worker_idx] = _reported(link, handle.phase, reply)
-            elif (reply["run"], reply["version"]) != (handle.run, handle.version):
-                applied = False
-                handle.failed[link.worker_idx] = WeightSyncError(f"worker {link.worker_idx} acknowledged another push")
-            else:
-                link.run, link.version = handle.run, handle.version
-            for payload in self._payloads:
-                with contextlib.suppress(TransferFailed):  # then the next transfer fails, with a deadline
-                    payload.transport.settled(link.worker_idx, payload.slot, applied=applied)
-        elif errand.error is not None:
-            handle.failed[link.worker_idx] = errand.error
-        for payload in self._payloads:
-            if reply is None and self._sent:  # the worker may have it mapped, or a transfer may still be reading it
-                payload.pool.retire_all(self)
-            else:
-                payload.pool.release(payload.slot, self)
-
-    def __repr__(self) -> str:
-        return f"version {self._handle.version} on its way"
-
-
-def failure(failed: Mapping[int, Exception], phase: str) -> WeightSyncError:
-    """One error for the failures of several workers: of their kind, if they have one in common."""
-    kinds = {type(cause) for cause in failed.values()}
-    kind = kinds.pop() if len(kinds) == 1 else WeightSyncError
-    if kind not in (WeightSyncTimeout, WorkerDied, StaleVersionError, WorkerError):
-        kind = WeightSyncError
-    lines = "; ".join(str(cause) for _, cause in sorted(failed.items()))
-    error = kind(f"{phase} failed for worker(s) {sorted(failed)}: {lines}", failed)
-    if isinstance(error, WorkerError):
-        error.remote_traceback = "\n".join(getattr(cause, "remote_traceback", "") for cause in failed.values())
-    return error
-
-
-def raise_failures(failed: Mapping[int, Exception], phase: str) -> None:
-    """Raise what the failures of several workers have in common; nothing if there are none."""
-    if failed:
-        raise failure(failed, phase)
-
-
 def _is_end(error: Exception) -> bool:
     return isinstance(error, ChannelClosed | TransferFailed)
 
@@ -457,13 +270,3 @@ def _down(index: int, link: WorkerLink | None, phase: str) -> Exception:
     return WorkerDied(
         f"worker {index} (pid {link.pid}) is {link.state.value} (phase: {phase}): {link.cause or 'closed'}"
     )
-
-
-def _reported(link: WorkerLink, phase: str, reply: Message) -> Exception:
-    """The exception that a worker told of; its link stays up and it keeps the version that it had."""
-    text = f"worker {link.worker_idx} (pid {link.pid}) kept version {link.version}: {reply['message']} (phase: {phase})"
-    if reply["reason"] == "deadline":
-        return WeightSyncTimeout(text)
-    if reply["reason"] == "stale":
-        return StaleVersionError(text)
-    return WorkerError(f"{text}\n{reply['traceback']}".rstrip(), remote_traceback=reply["traceback"])

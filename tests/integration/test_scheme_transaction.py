@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncTimeout, WorkerError
-from lightning_weightsync.schemes.base import push_models
+from lightning_weightsync.schemes.push import push_models
 from lightning_weightsync.transports.hub import LinkHub
 from tests.helpers import schemes
 from tests.helpers.schemes import (

@@ -1,0 +1,117 @@
+"""What is a push? One version of one or several models: taken, snapshot, and put on its way in one order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypeGuard
+
+from lightning_weightsync.errors import WeightSyncError
+from lightning_weightsync.schemes.strategy import Weights
+from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.transports.pushing import Payload, PushHandle
+from lightning_weightsync.transports.slots import Slot
+
+
+class Pushable(Protocol):
+    """The sender's role of a scheme, as far as a push needs it."""
+
+    @property
+    def model_id(self) -> str | None:
+        """The destination."""
+        ...
+
+    def snapshot(self, weights: Weights | None, holder: object, deadline: float) -> tuple[Slot, bytes]:
+        """Copy weights into a free slot, which ``holder`` then holds; returns it and the extra state."""
+        ...
+
+    def release(self, slot: Slot, holder: object) -> None:
+        """``holder`` does not need the slot any more."""
+        ...
+
+    def payload(self, worker_idx: int, slot: Slot, extra: bytes) -> Payload:
+        """What the hub is handed for one worker."""
+        ...
+
+
+PerWorker: TypeAlias = Mapping[int, Weights]
+
+
+def push_models(
+    hub: LinkHub,
+    weights: Mapping[Any, Weights | PerWorker | None],
+    worker_ids: Sequence[int],
+    *,
+    timeout: float,
+    initial: bool = False,
+    replaceable: bool = False,
+) -> PushHandle:
+    """Take one version, snapshot several models as it, and put it on its way; the caller may wait for the handle.
+
+    Args:
+        hub: Whose version it is.
+        weights: For each scheme (a ``Pushable``) its weights; ``None`` for what was bound; int keys give each worker its
+            own.
+        worker_ids: The targeted workers.
+        timeout: Bounds the whole push, in seconds.
+        initial: Deliver the current version instead of taking a new one.
+        replaceable: Whether a newer push of the same models may take its place where it has not been sent.
+
+    Raises:
+        LayoutMismatchError: Weights are not those of ``connect``; nothing was sent and no version taken.
+        WeightSyncTimeout: No slot became free in time.
+    """
+    started = time.monotonic()
+    holder = _Snapshot()
+    taken: list[tuple[Pushable, Slot]] = []
+    with hub.pushing:
+        hub.check_open()
+        try:
+            payloads: dict[int, list[Payload]] = {index: [] for index in worker_ids}
+            failed: dict[int, Exception] = {}
+            scheme: Pushable
+            for scheme, given in weights.items():
+                for indices, own in _per_slot(scheme, given, worker_ids):
+                    slot, extra = scheme.snapshot(own, holder, started + timeout)
+                    taken.append((scheme, slot))
+                    for index in indices:
+                        try:
+                            payloads[index].append(scheme.payload(index, slot, extra))
+                        except WeightSyncError as error:
+                            failed[index] = error
+            if not initial:
+                hub.version += 1
+            reachable = {index: several for index, several in payloads.items() if index not in failed}
+            remaining = max(0.001, timeout - (time.monotonic() - started))
+            handle = hub.push(reachable, hub.version, timeout=remaining, initial=initial, replaceable=replaceable)
+            handle.failed |= failed
+            return handle
+        finally:
+            for scheme, slot in taken:
+                scheme.release(slot, holder)
+
+
+class _Snapshot:
+    """Holds a slot while it is being written."""
+
+    def __repr__(self) -> str:
+        return "a snapshot that is being taken"
+
+
+def is_per_worker(weights: Weights | PerWorker | None) -> TypeGuard[PerWorker]:
+    """Whether these are weights for each worker on its own: a dict with int keys."""
+    return isinstance(weights, dict) and bool(weights) and all(isinstance(key, int) for key in weights)
+
+
+def _per_slot(
+    scheme: Pushable, weights: Weights | PerWorker | None, worker_ids: Sequence[int]
+) -> list[tuple[Sequence[int], Weights | None]]:
+    """One snapshot for everybody, or one for each worker where each is given its own weights."""
+    if not is_per_worker(weights):
+        return [(worker_ids, weights)]
+    left_out = [index for index in worker_ids if index not in weights]
+    if left_out:
+        raise ValueError(
+            f"{scheme.model_id!r}: weights are given for workers {sorted(weights)}, but not for {left_out}"
+        )
+    return [([index], weights[index]) for index in worker_ids]

@@ -1,0 +1,274 @@
+"""What does a scheme do in the trainer's process? Makes or borrows a hub, agrees on layouts, snapshots, pushes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError, WeightSyncTimeout
+from lightning_weightsync.schemes.core import SchemeCore
+from lightning_weightsync.schemes.push import push_models
+from lightning_weightsync.schemes.source import Source
+from lightning_weightsync.schemes.strategy import Weights
+from lightning_weightsync.transports.base import TransferFailed
+from lightning_weightsync.transports.control import Message
+from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.transports.link import WorkerLink
+from lightning_weightsync.transports.pushing import Payload, PushHandle, raise_failures
+from lightning_weightsync.transports.rendezvous import StoreInfo
+from lightning_weightsync.transports.slots import Slot, SlotPool
+
+
+class SenderSide(SchemeCore):
+    """The sender's role of a scheme."""
+
+    def init_on_sender(
+        self,
+        model_id: str,
+        context: Any = None,
+        *,
+        model: nn.Module | None = None,
+        weights: Weights | None = None,
+        num_workers: int | None = None,
+    ) -> None:
+        """Make this the sender's end. Talks to nobody; from here on workers can be told ``get_store_info``.
+
+        Args:
+            model_id: The destination.
+            context: Lends its hub of links and ``num_workers`` (a ``CollectorGroup``), or a model (``get_model``).
+            model: The source, read at each ``send()`` without weights.
+            weights: The same as a TensorDict or dict of tensors.
+            num_workers: How many workers there are; taken from the context where it is not given.
+
+        Raises:
+            ValueError: Neither the context nor ``num_workers`` tells how many workers there are.
+            RuntimeError: The scheme has a role already.
+        """
+        self._take_role("sender", model_id)
+        self._context = context
+        self._source = model if model is not None else weights
+        if self._source is None and hasattr(context, "get_model"):
+            self._source = context.get_model(model_id)
+        hub = getattr(context, "hub", None)
+        if isinstance(hub, LinkHub):
+            self._hub = hub
+        else:
+            count = num_workers if num_workers is not None else getattr(context, "num_workers", None)
+            if not isinstance(count, int) or count < 1:
+                self._role = None
+                raise ValueError(f"num_workers={count!r}: give the number of workers, or a context that has it")
+            self._owns_hub = True
+            self._hub = LinkHub(
+                count,
+                host=self.host,
+                local=self.wants_local,
+                connect_timeout=self.connect_timeout,
+                heartbeat_timeout=self.heartbeat_timeout,
+            )
+        self._store_info = self._hub.info
+
+    def get_store_info(self) -> StoreInfo:
+        """Host, port and key that a receiver needs, where the scheme itself was not pickled over to it."""
+        if self._store_info is None:
+            raise RuntimeError("get_store_info() is known after init_on_sender()")
+        return self._store_info
+
+    def send(self, weights: Weights | None = None, worker_ids: int | Sequence[int] | None = None) -> None:
+        """Push one version; returns when every targeted worker has applied it. Blocks on all of them at once.
+
+        Args:
+            weights: ``None`` (what was bound), a module, a TensorDict, or a flat or nested dict of tensors.
+            worker_ids: ``None`` (all), one index, or several.
+
+        Raises:
+            WeightSyncError: ``.failed`` maps each worker that did not apply it to the cause. All others did.
+            LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
+            ValueError: A worker index that does not exist.
+        """
+        hub = self._sender_hub()
+        push_models(hub, {self: weights}, hub.check_ids(worker_ids), timeout=self.timeout).wait()
+
+    def send_async(self, weights: Weights | None = None, worker_ids: int | Sequence[int] | None = None) -> PushHandle:
+        """Snapshot the weights and return; a background thread delivers them. Blocks on no worker.
+
+        The caller is held for one copy of the weights. Each worker has at most one waiting push: a newer one takes its
+        place, and the older handle says that it was superseded. (Only when all ``max_slots`` are held by slow workers
+        does the call wait, for a slot.)
+
+        Args:
+            weights: See ``send``.
+            worker_ids: See ``send``.
+
+        Raises:
+            LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
+            ValueError: A worker index that does not exist.
+            WeightSyncTimeout: No slot became free within ``timeout``.
+        """
+        hub = self._sender_hub()
+        ids = hub.check_ids(worker_ids)
+        handle = push_models(hub, {self: weights}, ids, timeout=self.timeout, replaceable=True)
+        hub.dispatcher.run_in_background()
+        return handle
+
+    def attach(self, weights: Weights | None, worker_ids: Sequence[int], deadline: float) -> None:
+        """Agree on the layout with each worker and open the transports; part of ``connect``.
+
+        A group calls it for each of its schemes, and then pushes all of them as one version.
+
+        Raises:
+            LayoutMismatchError: The leaves differ, in any worker; ``.failed`` names the workers.
+            WeightSyncError: A worker did not answer, or cannot use this backend.
+        """
+        hub = self._sender_hub()
+        if weights is not None:
+            self._source = weights
+        model_id = self._known_model_id()
+        reader = Source(model_id, self._bound(), self.strategy, self.wire_dtype)
+        if not reader.layout.leaves:
+            raise ValueError(f"the source of {model_id!r} has neither parameters nor buffers")
+        layout = reader.layout.to_json()
+        max_slots = hub.num_workers + 2 if self.max_slots is None else self.max_slots
+        phase = f"agreeing on the layout of {model_id!r}"
+        with self._offering(deadline) as transport_offer:
+
+            def offer(link: WorkerLink) -> None:
+                link.channel.send(
+                    "attach",
+                    model_id=model_id,
+                    layout=layout,
+                    extra_keys=reader.extra_keys,
+                    casts=self.wire_dtype is not None,
+                    strict=self.strict,
+                    may_hold=max_slots > 1,
+                    backend=self.backend_name,
+                    transport=transport_offer(link),
+                    budget=float(deadline - time.monotonic()),
+                    deadline=deadline,
+                )
+
+            verdicts = {"attached", "mismatch", "attach_failed"}
+            answers = hub.ask(worker_ids, offer, verdicts, phase=phase, deadline=deadline)
+            _raise_refusals(model_id, answers.replies, answers.failed, phase)
+            self._reader = reader
+            self._pool = SlotPool(reader.layout, max_slots, shared=any(self.shares(hub.links[i]) for i in worker_ids))
+            self._pool.prefault(2)
+
+            def open_transport(link: WorkerLink) -> None:
+                budget = float(deadline - time.monotonic())
+                link.channel.send("open", model_id=model_id, budget=budget, deadline=deadline)
+
+            phase = f"opening the transport of {model_id!r}"
+            opened = hub.ask(worker_ids, open_transport, {"opening"}, phase=phase, deadline=deadline)
+            raise_failures(opened.failed, phase)
+            for index in worker_ids:
+                link = hub.links[index]
+                holds = bool(answers.replies[index]["holds"])
+                transport = self.create_transport(link=link, offer=transport_offer(link), holds=holds)
+                if transport is not self.shared_transport:
+                    link.when_ended(transport.close)
+                started = time.monotonic()
+                try:
+                    transport.connect(deadline)
+                except TransferFailed as error:
+                    cause = hub.lose(link, phase, time.monotonic() - started, error)
+                    raise_failures({index: cause}, phase)
+                self._transports[index] = transport
+
+    def snapshot(self, weights: Weights | None, holder: object, deadline: float) -> tuple[Slot, bytes]:
+        """Copy weights (``None``: what was bound) into a free slot, which ``holder`` then holds.
+
+        Returns:
+            The slot, and the extra state as bytes.
+
+        Raises:
+            LayoutMismatchError: They are not the weights of ``connect``.
+            WeightSyncTimeout: No slot became free by the deadline (monotonic clock, seconds).
+        """
+        if self._reader is None or self._pool is None:
+            raise RuntimeError(f"scheme {self._model_id!r} is not connected: call connect() first")
+        pool, taken = self._pool, []
+
+        def got_slot() -> bool:
+            slot = pool.try_acquire(holder)
+            if slot is not None:
+                taken.append(slot)
+            return slot is not None
+
+        if not got_slot():
+            # Slots become free as workers answer, and somebody must listen to them.
+            self._sender_hub().dispatcher.wait_until(lambda: bool(taken) or got_slot(), deadline)
+        if not taken:
+            raise WeightSyncTimeout(
+                f"push of {self._model_id!r}: no slot became free in time; {len(pool)} (max_slots) are held by "
+                f"{', '.join(pool.holders())}"
+            )
+        try:
+            return taken[0], self._reader.read(taken[0], weights)
+        except BaseException:
+            pool.release(taken[0], holder)
+            raise
+
+    def release(self, slot: Slot, holder: object) -> None:
+        """``holder`` of a snapshot does not need it any more."""
+        if self._pool is not None:
+            self._pool.release(slot, holder)
+
+    def payload(self, worker_idx: int, slot: Slot, extra: bytes) -> Payload:
+        """What a push hands to the hub for one worker."""
+        transport = self._transports.get(worker_idx)
+        if transport is None or self._pool is None:
+            raise WeightSyncError(f"worker {worker_idx} is not connected for {self._model_id!r}: call connect() first")
+        return Payload(self._known_model_id(), self._pool, slot, transport, extra)
+
+    def _connect_sender(self, weights: Weights | None) -> None:
+        hub = self._sender_hub()
+        if not self._owns_hub:
+            raise RuntimeError("this scheme uses its group's links: the group connects it")
+        if self._transports:
+            raise NotImplementedError("connecting a second time (a replacement joins) is not there yet")
+        deadline = time.monotonic() + hub.connect_timeout
+        everybody = list(range(hub.num_workers))
+        try:
+            hub.accept(everybody, deadline)
+            self.attach(weights, everybody, deadline)
+            push_models(hub, {self: None}, everybody, timeout=deadline - time.monotonic(), initial=True).wait()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _bound(self) -> Weights:
+        if self._source is None:
+            raise ValueError(
+                f"no weights are bound to {self._model_id!r}: give them to send(), connect() or init_on_sender()"
+            )
+        return self._source
+
+    def _sender_hub(self) -> LinkHub:
+        if self._role != "sender" or self._hub is None:
+            raise RuntimeError("this is not a sender: call init_on_sender() first")
+        return self._hub
+
+
+def _raise_refusals(model_id: str, replies: Mapping[int, Message], failed: Mapping[int, Exception], phase: str) -> None:
+    failed = dict(failed)
+    mismatch: LayoutMismatchError | None = None
+    for index, reply in sorted(replies.items()):
+        if reply.kind == "mismatch":
+            leaves = {name: reply[name] for name in ("missing", "unexpected", "mismatched")}
+            error = LayoutMismatchError(f"worker {index}: {reply['message']}", **leaves)
+            failed[index] = error
+            mismatch = mismatch or error
+        elif reply.kind == "attach_failed":
+            failed[index] = WeightSyncError(f"worker {index}: {reply['message']}")
+    if mismatch is not None:
+        raise LayoutMismatchError(
+            str(mismatch),
+            failed,
+            missing=mismatch.missing,
+            unexpected=mismatch.unexpected,
+            mismatched=mismatch.mismatched,
+        )
+    raise_failures(failed, phase)
