@@ -7,8 +7,6 @@ callback launches it in ``setup``, connects it when the weights are restored, an
 from __future__ import annotations
 
 import atexit
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -19,6 +17,7 @@ from tensordict import TensorDict
 
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.inline import InlinePool
+from lightning_weightsync.collectors.ledger import Ledger
 from lightning_weightsync.collectors.pool import Rollout, WorkerPool, WorkerState
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.push import PerWorker
@@ -26,7 +25,6 @@ from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.pushing import PushHandle
 
-EPISODE_WINDOW = 100
 GRACE_AFTER_FAILURE = 2.0
 """Seconds that workers get to end by themselves when the run has failed: nobody wants their batches any more."""
 
@@ -114,17 +112,15 @@ class CollectorGroup:
         self.threads_per_worker = threads_per_worker
         self.rank = 0
         self.look_around: Callable[[], None] = _nothing
-        self.frames = 0
+        self._ledger = Ledger()
         self._run = 1
         self._version = 0
         self._incarnation = 0
         self._starts = 0
         self._base_seed: int | None = None
-        self._episodes: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         self._sources: dict[str, Weights | PerWorker] = {}
         self._pool: WorkerPool | InlinePool | None = None
         self._state = GroupState.NEW
-        self._measured_at: tuple[float, int] | None = None
 
     # --- life cycle ----------------------------------------------------------------------------------------------
 
@@ -180,7 +176,7 @@ class CollectorGroup:
             raise
         self._sources = weights
         self._state = GroupState.RUNNING
-        self._measured_at = (time.monotonic(), self.frames)
+        self._ledger.start_clock()
 
     def start(self, weights_dict: Mapping[str, Weights | PerWorker] | None = None) -> None:
         """Both phases; without weights only the first, and the first ``update_policy_weights_`` connects."""
@@ -276,6 +272,11 @@ class CollectorGroup:
         return self._running_pool().digest(model_id)
 
     @property
+    def frames(self) -> int:
+        """Transitions collected so far, over resumes."""
+        return self._ledger.frames
+
+    @property
     def hub(self) -> LinkHub | None:
         """The links to the workers; ``None`` without worker processes."""
         return self._pool.hub if isinstance(self._pool, WorkerPool) else None
@@ -326,8 +327,7 @@ class CollectorGroup:
             )
         rollouts = self._running_pool().collect(self.look_around)
         for rollout in rollouts:
-            self.frames += rollout.frames
-            self._episodes += rollout.episodes
+            self._ledger.add(rollout.frames, rollout.episodes)
         return _concatenated(rollouts)
 
     # --- figures and state ---------------------------------------------------------------------------------------
@@ -342,32 +342,22 @@ class CollectorGroup:
         ``collect/frames_per_sec`` is over the time since the last call; ``collect/episode_return`` and
         ``episode_length`` are means of the last 100 finished episodes, and absent before the first.
         """
-        now = time.monotonic()
-        since, frames = self._measured_at or (now, self.frames)
-        self._measured_at = (now, self.frames)
         failed = {WorkerState.FAILED.value, WorkerState.STOPPED.value}
         states = self._pool.stats().values() if self._pool is not None else ()
-        metrics = {
-            "collect/frames_per_sec": (self.frames - frames) / max(now - since, 1e-9),
+        return self._ledger.figures() | {
             "weight_sync/bytes": float(self._counter("bytes_pushed", 0)),
             "weight_sync/workers_alive": float(sum(stat["state"] not in failed for stat in states)),
             "weight_sync/worker_restarts": float(sum(stat["restarts"] for stat in states)),
         }
-        if self._episodes:
-            returns, lengths = zip(*self._episodes, strict=True)
-            metrics["collect/episode_return"] = float(np.mean(returns))
-            metrics["collect/episode_length"] = float(np.mean(lengths))
-        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: run, version, frames, seed stream, and the last episodes (for the mean return)."""
         return {
             "run": self.run,
             "version": self.version,
-            "frames": self.frames,
             "seed": self._base_seed,
             "incarnation": self._incarnation,
-            "episodes": [list(episode) for episode in self._episodes],
+            **self._ledger.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -379,10 +369,9 @@ class CollectorGroup:
         if self._state is GroupState.RUNNING:
             raise RuntimeError("a group's state is loaded before it is connected")
         self.restore_version(int(state["run"]), int(state["version"]))
-        self.frames = int(state["frames"])
         self._base_seed = None if state["seed"] is None else int(state["seed"])
         self._incarnation = max(self._incarnation, int(state["incarnation"]) + 1)
-        self._episodes = deque(((float(r), int(n)) for r, n in state["episodes"]), maxlen=EPISODE_WINDOW)
+        self._ledger.load_state_dict(state)
 
     @classmethod
     def is_state(cls, state: object) -> bool:
