@@ -50,7 +50,7 @@ def push_models(
 
     Args:
         hub: Whose version it is.
-        weights: For each scheme (a ``Pushable``) its weights; ``None`` for what was bound; int keys for each worker's own.
+        weights: For each scheme its weights; ``None`` for what was bound; int keys for weights of each worker.
         worker_ids: The targeted workers.
         timeout: Bounds the whole push, in seconds.
         initial: Deliver the current version instead of taking a new one.
