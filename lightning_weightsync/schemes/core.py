@@ -87,6 +87,7 @@ class SchemeCore(ABC):
         self._owns_link = False
         self._receiver_transport: ReceiverTransport | None = None
         self._worker_idx: int | None = None
+        self._open_forward: Callable[[], None] | None = None
         self._hooks: list[Callable[[Any, int], None]] = []
         self._ended = False
 
@@ -153,6 +154,8 @@ class SchemeCore(ABC):
             self._hub.close()
         if self._owns_link and self._link is not None:
             self._link.end()
+        if self._open_forward is not None:
+            self._open_forward()
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from tensordict import TensorDict
+from torch import nn
 
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.paths import resolve
 from lightning_weightsync.schemes.core import SchemeCore, process_gate
+from lightning_weightsync.schemes.forward_gate import gate_forward
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.receiver import ReceiverLink, layout_of_offer
 from lightning_weightsync.schemes.staging import StagedModel
@@ -31,6 +33,7 @@ class ReceiverSide(SchemeCore):
         model: Weights | None = None,
         worker_idx: int | None = None,
         store_info: StoreInfo | None = None,
+        safe_point: Literal["gate", "forward"] = "gate",
     ) -> None:
         """Make this the receiver's end. Talks to nobody.
 
@@ -40,7 +43,12 @@ class ReceiverSide(SchemeCore):
             model: The live model, where there is no context.
             worker_idx: 0-based; may be given to ``connect`` instead.
             store_info: Only where the scheme was not pickled over after ``init_on_sender``.
+            safe_point: ``"gate"``: whoever calls the model holds ``scheme.gate``. ``"forward"``: for models whose
+                callers know nothing of gates, the model's own ``forward`` holds it; see ``schemes.forward_gate`` for
+                what that does not cover (submodules and other methods called directly, several calls of one batch).
         """
+        if safe_point not in ("gate", "forward"):
+            raise ValueError(f"safe_point={safe_point!r}: choose 'gate' or 'forward'")
         self._take_role("receiver", model_id)
         self._context = context
         self._worker_idx = worker_idx
@@ -57,6 +65,11 @@ class ReceiverSide(SchemeCore):
             self._staged.applied_hooks.append(self._hand_on)
         gate = getattr(context, "gate", None)
         self._gate = gate if isinstance(gate, Gate) else process_gate
+        if safe_point == "forward":
+            if not isinstance(model, nn.Module):
+                self._role = None
+                raise TypeError(f"safe_point='forward' needs a module, and {model_id!r} is a {type(model).__name__}")
+            self._open_forward = gate_forward(model, self._gate)
         link = getattr(context, "receiver_link", None)
         if isinstance(link, ReceiverLink):
             self._link = link
