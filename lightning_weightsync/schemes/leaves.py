@@ -32,14 +32,16 @@ class Leaves:
         self.tensors: dict[str, Tensor] = strategy.leaves(source)
         self._strategy = strategy
         self._forms = [(t, t.dtype, t.shape, t.stride()) for t in self.tensors.values()]
-        self._homes: list[tuple[Mapping[str, Any], str, Tensor]] = []
+        self._homes: list[tuple[Mapping[str, Any], str, Tensor | nn.Module]] = []
         self._sizes: list[tuple[Mapping[str, Any], int]] = []
         self._walk_again = not isinstance(source, nn.Module) or strategy.extract_as == "state_dict"
         if isinstance(source, nn.Module):
             for _, part in module_parts(unwrap(source)):
-                for home in (part._parameters, part._buffers):
-                    self._homes += [(home, name, tensor) for name, tensor in home.items() if tensor is not None]
-                self._sizes += [(home, len(home)) for home in (part._parameters, part._buffers, part._modules)]
+                homes: list[Mapping[str, Any]] = [part._parameters, part._buffers, part._modules]
+                self._homes += [
+                    (home, name, thing) for home in homes for name, thing in home.items() if thing is not None
+                ]
+                self._sizes += [(home, len(home)) for home in homes]
 
     def stale(self) -> bool:
         """Whether there are other tensors or submodules now, or other shapes, strides or dtypes; values do not matter.
@@ -47,8 +49,8 @@ class Leaves:
         Raises:
             TypeError, ValueError: The source has come to hold something that is no weight; see ``WeightStrategy``.
         """
-        for home, name, tensor in self._homes:
-            if home.get(name) is not tensor:
+        for home, name, thing in self._homes:
+            if home.get(name) is not thing:
                 return True
         if any(len(home) != size for home, size in self._sizes):
             return True

@@ -96,9 +96,10 @@ class ControlChannel:
     Args:
         sock: A connected stream socket; the channel owns it from here on.
         schema: Field names and types for each kind of message that may be sent or received.
+        takes_descriptors: Whether files may be handed to this end (over a Unix socket).
     """
 
-    def __init__(self, sock: socket.socket, schema: Schema = LINK_MESSAGES) -> None:
+    def __init__(self, sock: socket.socket, schema: Schema = LINK_MESSAGES, *, takes_descriptors: bool = False) -> None:
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -108,6 +109,9 @@ class ControlChannel:
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
         self._passes_descriptors = sock.family == socket.AF_UNIX
+        self._takes_descriptors = takes_descriptors and self._passes_descriptors
+        self._poller = select.poll()  # select.select is limited to descriptors below 1024
+        self._poller.register(sock, select.POLLIN)
         self._closed = False
         self.last_heard = time.monotonic()
 
@@ -124,6 +128,11 @@ class ControlChannel:
     def local_host(self) -> str | None:
         """Address of this end: of the interface over which the other end is reached; ``None`` on a Unix socket."""
         return None if self._passes_descriptors else str(self._sock.getsockname()[0])
+
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes were read that have not been looked at."""
+        return bool(self._buffer)
 
     @property
     def closed(self) -> bool:
@@ -224,7 +233,7 @@ class ControlChannel:
         return None
 
     def _read(self) -> bytes:
-        if not self._passes_descriptors:
+        if not self._takes_descriptors:  # those that come all the same are dropped by the kernel
             return self._sock.recv(1 << 16)
         data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC)
         self._descriptors += descriptors
@@ -281,8 +290,12 @@ class ControlChannel:
 
     def _wait(self, *, write: bool, deadline: float | None) -> None:
         try:
-            poller = select.poll()  # select.select is limited to descriptors below 1024
-            poller.register(self._sock, select.POLLOUT if write else select.POLLIN)
+            poller = self._poller
+            if write:
+                poller = select.poll()
+                poller.register(self._sock, select.POLLOUT)
+            elif self._closed:
+                raise ChannelClosed("this end was closed")
             while True:
                 remaining = None if deadline is None else deadline - time.monotonic()
                 if remaining is not None and remaining <= 0:

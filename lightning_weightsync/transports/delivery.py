@@ -63,6 +63,7 @@ class Errand:
         state: See ``ErrandState``; changed by ``move`` alone.
         reply: The answer, once ``ANSWERED``.
         error: The cause, once ``FAILED``.
+        final: Whether the state changes no more.
     """
 
     def __init__(
@@ -86,12 +87,8 @@ class Errand:
         self.reply: Message | None = None
         self.error: Exception | None = None
         self.created = time.monotonic()
+        self.final = False
         self._settled = settled
-
-    @property
-    def final(self) -> bool:
-        """Whether the state changes no more."""
-        return self.state not in _MOVES
 
     def move(self, state: ErrandState, *, reply: Message | None = None, error: Exception | None = None) -> None:
         """Change the state; tells ``settled`` when it is final."""
@@ -100,6 +97,7 @@ class Errand:
         self.state = state
         self.reply = reply
         self.error = error
+        self.final = state not in _MOVES
         if self.final and self._settled is not None:
             self._settled(self)
 
@@ -287,6 +285,8 @@ class Dispatcher:
                     queue.popleft()
                     self._line_up(queue)
                 head.move(ErrandState.ANSWERED, reply=message)
+                if not link.channel.has_more:  # if there is more in the socket, the next poll tells
+                    return
         except ChannelClosed as error:
             self._lost(link, error)
 

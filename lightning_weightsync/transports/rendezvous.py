@@ -274,7 +274,7 @@ def join(
             sock.sendall(ours + _mac(key, b"worker", theirs, ours))
             if not hmac.compare_digest(_read_exactly(sock, _MAC, deadline), _mac(key, b"sender", theirs, ours)):
                 raise WeightSyncError(f"worker {worker_idx}: {where} does not hold this run's key")
-            channel = ControlChannel(sock)
+            channel = ControlChannel(sock, takes_descriptors=True)
             channel.send("hello", worker_idx=worker_idx, pid=os.getpid(), deadline=deadline)
             answer = channel.receive(deadline)
         except BaseException:
