@@ -19,7 +19,7 @@ from benchmarks.models import KINDS, change, checksum, leaves, size
 from benchmarks.receivers import Receivers
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.distributed import DistributedWeightSyncScheme
-from lightning_weightsync.transports.hub import PushHandle
+from lightning_weightsync.transports.pushing import PushHandle
 
 Sample = dict[str, float]
 """Milliseconds, by what they are of."""

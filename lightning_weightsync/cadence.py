@@ -86,6 +86,11 @@ class Cadence:
         return self._since_push[self.unit]
 
     @property
+    def stale(self) -> bool:
+        """Whether anything of the unit, or any optimizer step, was counted since the last push."""
+        return bool(self.pending or self._since_push["optim_steps"])
+
+    @property
     def due(self) -> bool:
         """Whether at least ``interval`` were counted since the last push."""
         return self.pending >= self.interval

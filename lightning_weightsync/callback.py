@@ -194,18 +194,7 @@ class UpdateWeights(pl.Callback):
                 "before it is learned from: give the CollectorGroup batches_per_epoch (or the Trainer an int "
                 "limit_train_batches)"
             )
-        if self.interval_unit == "optim_steps":
-            optimizers: list[Any] = list(trainer.optimizers)
-            mapped = [s for s in self._sources.values() if isinstance(s, nn.Module)]
-            if self._sources:
-                optimizers = owning_optimizers(optimizers, (p for source in mapped for p in source.parameters()))
-            if not optimizers:
-                raise MisconfigurationException(
-                    f"interval_unit='optim_steps': no optimizer of {type(pl_module).__name__} owns a parameter of "
-                    f"{sorted((self.weight_update_map or {}).values())}; use interval_unit='batches'"
-                )
-            self._stop_counting()
-            self._steps = OptimizerStepCounter(optimizers, self._step_happened)
+        self._count_steps(trainer, pl_module)
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -240,7 +229,7 @@ class UpdateWeights(pl.Callback):
         self._stop_counting()
         if self._fit.batches and self.num_pushes == self._fit.pushes_before:
             self._warn_of_no_push(pl_module)
-        if self._cadence.pending:
+        if self._cadence.stale:
             self._push()
             for handle in self._under_way:
                 handle.wait()
@@ -334,9 +323,31 @@ class UpdateWeights(pl.Callback):
             return
         self._group.connect(self._weights())
 
+    def _count_steps(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Hook into the optimizers that own something mapped.
+
+        With "batches" too: steps that a module makes in its own ``on_train_batch_end`` come after the last push.
+        """
+        optimizers: list[Any] = list(trainer.optimizers)
+        needed = self.interval_unit == "optim_steps"
+        self._stop_counting()
+        try:
+            if self._sources:
+                mapped = [source for source in self._sources.values() if isinstance(source, nn.Module)]
+                optimizers = owning_optimizers(optimizers, (p for source in mapped for p in source.parameters()))
+            self._steps = OptimizerStepCounter(optimizers, self._step_happened)
+        except TypeError:  # an optimizer without hooks; batches can be counted all the same
+            if needed:
+                raise
+        if needed and not optimizers:
+            raise MisconfigurationException(
+                f"interval_unit='optim_steps': no optimizer of {type(pl_module).__name__} owns a parameter of "
+                f"{sorted((self.weight_update_map or {}).values())}; use interval_unit='batches'"
+            )
+
     def _step_happened(self) -> None:
         self._cadence.step_happened()
-        if self._cadence.due:
+        if self.interval_unit == "optim_steps" and self._cadence.due:
             self._push()
 
     def _push(self) -> None:

@@ -68,8 +68,7 @@ class Source:
             tensors, parts = self._tensors, self._extra_parts
             self._check_ties(self._leaves.tensors)
         else:
-            leaves = self._strategy.leaves(weights)
-            tensors, parts = self._agreed(leaves, weights), stateful_parts(weights)
+            tensors, parts = self._agreed(self._strategy.leaves(weights), weights), stateful_parts(weights)
         if sorted(parts) != self.extra_keys and isinstance(weights if weights is not None else self.weights, nn.Module):
             self._raise(sorted(set(self.extra_keys) - set(parts)), sorted(set(parts) - set(self.extra_keys)), {})
         write(slot.views, tensors)

@@ -97,9 +97,10 @@ class Errand:
         self.state = state
         self.reply = reply
         self.error = error
-        self.final = state not in _MOVES
-        if self.final and self._settled is not None:
-            self._settled(self)
+        if state not in _MOVES:
+            if self._settled is not None:
+                self._settled(self)
+            self.final = True  # last: another thread that finds it final must find its consequences too
 
 
 class Dispatcher:
@@ -311,15 +312,19 @@ class Dispatcher:
                 self._lost(head.link, TimeoutError(f"no answer before the deadline; last heard {quiet:.1f} s ago"))
             else:
                 for errand in errands:
-                    if errand.state is ErrandState.QUEUED and now >= errand.deadline:
-                        with self._mutex:
-                            queue.remove(errand)
-                            if errand is head:
-                                self._line_up(queue)
-                        error = TimeoutError(
-                            f"worker {errand.link.worker_idx} is busy: {errand.phase} was not sent in time"
-                        )
-                        errand.move(ErrandState.FAILED, error=error)
+                    if now >= errand.deadline:
+                        self._give_up_queued(queue, errand)
+
+    def _give_up_queued(self, queue: deque[Errand], errand: Errand) -> None:
+        with self._mutex:  # or another thread supersedes it at this moment
+            if errand.state is not ErrandState.QUEUED:
+                return
+            was_first = queue[0] is errand
+            queue.remove(errand)
+            if was_first:
+                self._line_up(queue)
+            late = f"worker {errand.link.worker_idx} is busy: {errand.phase} was not sent in time"
+            errand.move(ErrandState.FAILED, error=TimeoutError(late))
 
     def _lost(self, link: WorkerLink, error: Exception) -> None:
         """Give a link up, and with it everything that was meant for it."""
@@ -346,7 +351,11 @@ class Dispatcher:
                 del self._links[descriptor]
                 with contextlib.suppress(KeyError, ValueError):
                     self._poller.unregister(descriptor)
-            self._queues.pop(id(link), None)
+            left = self._queues.pop(id(link), None) or ()
+        for errand in left:  # the link was ended by somebody else, for example because the worker was replaced
+            errand.move(ErrandState.FAILED, error=link.cause or ChannelClosed("the link was closed"))
+        if left:
+            self._tell_progress()
 
     def _tell_progress(self) -> None:
         with self._progress:

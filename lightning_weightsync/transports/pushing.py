@@ -202,6 +202,7 @@ class Delivery:
                 payload.pool.retire_all(self)
             else:
                 payload.pool.release(payload.slot, self)
+        self._payloads = []  # whoever keeps the handle keeps no slot
 
     def __repr__(self) -> str:
         return f"version {self._handle.version} on its way"

@@ -55,7 +55,10 @@ def test_batches_are_the_default_cadence_and_an_unsolved_run_exits_with_1(tmp_pa
 
 def test_the_cadence_is_overridden_on_the_command_line(tmp_path):
     # 64 frames in minibatches of 16, twice: 8 optimizer steps in each of 6 batches.
-    cadence = ["callbacks.update_weights.interval_unit=optim_steps", "callbacks.update_weights.update_weights_interval=5"]
+    cadence = [
+        "callbacks.update_weights.interval_unit=optim_steps",
+        "callbacks.update_weights.update_weights_interval=5",
+    ]
     done = run(tmp_path, *SMALL, *cadence)
     assert done.returncode == 1, done.stderr
     assert last_line(done)["version"] == "10"  # after steps 5, 10, ..., 45, and the last one at the end

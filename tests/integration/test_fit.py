@@ -560,7 +560,7 @@ def test_the_last_logged_version_is_the_number_of_pushes(interval, tmp_path):
 def test_the_mean_return_is_over_the_last_hundred_episodes(tmp_path):
     group = make_group(0, partial(gym_collector, num_envs=30, steps=12), length=2)
     fit(Learner(), group, make_callback(group), logs_to=tmp_path)
-    returns = [value for value, _ in group._episodes]
+    returns = [value for value, _ in group.state_dict()["episodes"]]
     assert len(returns) == 100
     assert group.metrics()["collect/episode_return"] == pytest.approx(sum(returns) / 100)
 
@@ -651,7 +651,7 @@ def test_a_group_without_a_callback_says_what_is_missing():
         ({"collector": Recorder(), "update_weights_interval": 0}, ValueError, "at least 1"),
         ({"collector": Recorder(), "interval_unit": "batch"}, ValueError, "did you mean 'batches'"),
         ({"collector": Recorder(), "interval_unit": "seconds"}, NotImplementedError, "not there yet"),
-        ({"collector": Recorder(), "blocking": False}, NotImplementedError, "not there yet"),
+        ({"collector": Recorder(), "blocking": False}, ValueError, "blocking=False needs a CollectorGroup"),
     ],
 )
 def test_wrong_arguments_of_the_callback_are_refused_at_once(arguments, error, text):
@@ -801,3 +801,20 @@ def test_after_a_learning_rate_search_the_first_batch_is_made_by_the_restored_we
 def test_trainer_is_bound_by_the_hooks_or_early():
     trainer = Trainer(accelerator="cpu", logger=False, barebones=True)
     assert make_callback(Recorder(), trainer=trainer).trainer is trainer
+
+
+def test_what_the_module_steps_in_its_own_on_train_batch_end_is_pushed_at_the_end():
+    class Late(ManualLearner):
+        def training_step(self, batch, batch_idx):
+            self.batch = batch
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+
+    group = make_group(0, length=2)
+    module = Late()
+    callback = make_callback(group, 1, "batches")
+    audit = Audit(group, lambda: module.actor)
+    make_trainer(audit, callback, max_epochs=1).fit(module, group)
+    assert callback.num_pushes == 3  # after each batch, one step late, and once more
+    assert audit.pushes[-1][1] == sha256(module.actor)

@@ -164,7 +164,7 @@ def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(tmp_path):
     _, group, _, after = run(ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
     assert [version for version, _ in after.pushes] == [4, 5, 6, 7, 8]
     assert group.frames == 8 * before.batches[0].numel() and group.run == 2
-    assert len(group._episodes) == 16  # in each environment and run 4 (of 3, 1, 5 and 2 steps)
+    assert len(group.state_dict()["episodes"]) == 16  # in each environment and run 4 (of 3, 1, 5 and 2 steps)
     assert not torch.equal(before.batches[0]["observation"], after.batches[0]["observation"])
 
 

@@ -139,6 +139,7 @@ def test_a_receive_that_blocks(connect, who):
         receive.result(1.0)
 
 
+@over_network
 @both_ways
 def test_a_receiver_in_the_middle_of_a_transfer(connect, monkeypatch, sync):
     connected = connect(small(), sync=sync, timeout=3600)
