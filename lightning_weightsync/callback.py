@@ -385,7 +385,11 @@ class UpdateWeights(pl.Callback):
         elif self._sources:
             extract = WeightStrategy().extract_weights
             weights = {name: extract(source) for name, source in self._sources.items()}
-            self.collector.update_policy_weights_(weights_dict=weights)
+            # A TorchRL collector without schemes ignores a weights_dict, and says nothing.
+            if weights.keys() == {"policy"} and not getattr(self.collector, "_weight_sync_schemes", True):
+                self.collector.update_policy_weights_(weights["policy"])
+            else:
+                self.collector.update_policy_weights_(weights_dict=weights)
         elif self.policy_weights_getter is not None:
             self.collector.update_policy_weights_(self.policy_weights_getter())
         else:

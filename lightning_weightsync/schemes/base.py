@@ -38,7 +38,7 @@ class WeightSyncScheme(SenderSide, ReceiverSide):
         strict: Whether the sender must have every leaf of the receiver. A leaf that only the sender has, or of another
             shape or dtype, is an error in any case.
         apply: ``"auto"`` points the receiver's parameters at the slot where that is safe; ``"copy"`` always copies.
-        max_slots: How many slots the sender may make; ``None`` means workers + 2. With 1, receivers copy.
+        max_slots: How many slots the sender may make; ``None``, 2 per worker and 2. With 1, receivers copy.
         wire_dtype: Floating-point leaves travel in this dtype; the receiver keeps its own.
     """
 

@@ -45,7 +45,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             push, whatever their number) or ``"network"`` (as if they were elsewhere).
         apply: ``"auto"`` points the receiver's parameters at the slot where that is safe (see ``schemes.staging``);
             ``"copy"`` always copies into the receiver's own tensors.
-        max_slots: How many slots the sender may make; ``None`` means workers + 2. With 1, receivers copy and ``send``
+        max_slots: How many slots the sender may make; ``None``, 2 per worker and 2. With 1, receivers copy and ``send``
             waits.
         host: Address that the sender listens on; workers connect to it.
         strategy: ``"tensordict"`` or ``"state_dict"``, see ``WeightStrategy``.

@@ -130,7 +130,9 @@ class SenderSide(SchemeCore):
         if not reader.layout.leaves:
             raise ValueError(f"the source of {model_id!r} has neither parameters nor buffers")
         layout = reader.layout.to_json()
-        max_slots = hub.num_workers + 2 if self.max_slots is None else self.max_slots
+        # The most that are in use at once: each worker has one in force and another one sent to it, one is waiting for
+        # all of them, and one is being written. Slots are made when they are needed.
+        max_slots = 2 * hub.num_workers + 2 if self.max_slots is None else self.max_slots
         phase = f"agreeing on the layout of {model_id!r}"
         with self._offering(deadline) as transport_offer:
 

@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 _HEADER = struct.Struct("!II")
+_INT = struct.Struct("i")
 MAX_JSON = 64 << 20
 MAX_BLOB = 1 << 30
 _CARRIES_DESCRIPTOR = frozenset({"slot"})
@@ -255,8 +256,12 @@ class ControlChannel:
     def _read(self) -> bytes:
         if not self._takes_descriptors:  # those that come all the same are dropped by the kernel
             return self._sock.recv(1 << 16)
-        data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC)
-        self._descriptors += descriptors
+        room = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT.size)
+        data, ancillary, _, _ = self._sock.recvmsg(1 << 16, room, _CLOSE_ON_EXEC)  # socket.recv_fds() forgets the flag
+        for level, kind, packed in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(packed) - len(packed) % _INT.size
+                self._descriptors += [number for (number,) in _INT.iter_unpack(packed[:whole])]
         return data
 
     def check_open(self) -> None:

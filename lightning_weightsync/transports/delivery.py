@@ -149,13 +149,14 @@ class Dispatcher:
                 if queue is None or errand.link.state is not LinkState.OPEN:
                     errand.move(ErrandState.FAILED, error=errand.link.cause or ChannelClosed("the link is closed"))
                     continue
+                first = queue[0] if queue else None
                 if errand.takes_place_of is not None:
                     for old in [e for e in queue if e.state is ErrandState.QUEUED and errand.takes_place_of(e)]:
                         queue.remove(old)
                         old.move(ErrandState.SUPERSEDED)
                 queue.append(errand)
-                if queue[0] is errand:
-                    self._ready.append(errand)
+                if queue[0] is not first:
+                    self._line_up(queue)
 
     def wait(self, errands: Sequence[Errand], deadline: float | None = None) -> bool:
         """Block until all of these have settled; drives the exchange if nobody else does.

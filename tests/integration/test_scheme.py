@@ -1,5 +1,6 @@
 """One scheme, one model: its life cycle, its arguments, and that what arrives is what was sent, bit for bit."""
 
+import copy
 import pickle
 import time
 
@@ -118,6 +119,52 @@ def test_batch_norm_statistics_give_the_receiver_the_senders_outputs(connect):
     batch = torch.randn(7, 3)
     theirs = connected.processes[0].call(lambda box: box.model.eval()(batch).detach())
     assert torch.equal(theirs, source.eval()(batch).detach())
+
+
+class Normaliser(nn.Module):
+    """Its running statistics are neither parameters nor buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.state = {"n": 0, "mean": torch.zeros(2)}
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_extra_state_travels_with_each_push_and_stays_in_the_source(connect, strategy):
+    source = nn.Sequential(nn.Linear(2, 2), Normaliser())
+    connected = connect(source, 2, sync=False, strategy=strategy, receiver_model=lambda index: altered_twin(source))
+    for n in (1, 2, 3):
+        source[1].state = {"n": n, "mean": torch.tensor([n, float("nan")])}
+        connected.push()
+        for process in connected.processes:
+            arrived = process.call(lambda box: box.model[1].state)
+            assert arrived["n"] == n
+            assert_same_bits({"mean": arrived["mean"]}, {"mean": source[1].state["mean"]})
+        assert "1._extra_state" in source.state_dict() and source[1].state["n"] == n
+
+
+def altered_twin(source):
+    twin = copy.deepcopy(source)
+    randomise(twin.parameters(), seed=999)
+    return twin
+
+
+def test_extra_state_that_cannot_be_carried_raises_and_names_the_module(connect):
+    source = nn.Sequential(nn.Linear(2, 2), Normaliser())
+    connected = connect(source, sync=False, receiver_model=lambda index: altered_twin(source))
+    source[1].state = {"odd": object}
+    with pytest.raises(TypeError, match=r"the extra state of '1' \(Normaliser\) cannot be carried"):
+        connected.scheme.send()
+    source[1].state = {"n": 5}
+    connected.push()
+    assert connected.processes[0].call(lambda box: box.model[1].state) == {"n": 5}
 
 
 @both_ways
@@ -384,19 +431,19 @@ def test_a_scheme_has_one_role_and_says_so(connect):
 
 def test_a_scheme_pickles_before_and_after_it_is_initialised():
     fresh = DistributedWeightSyncScheme(sync=False, timeout=12.0, heartbeat_timeout=3.0)
-    copy = pickle.loads(pickle.dumps(fresh))
-    assert (copy.sync, copy.timeout, copy.heartbeat_timeout, copy.model_id) == (False, 12.0, 3.0, None)
+    twin = pickle.loads(pickle.dumps(fresh))
+    assert (twin.sync, twin.timeout, twin.heartbeat_timeout, twin.model_id) == (False, 12.0, 3.0, None)
     with pytest.raises(RuntimeError, match="init_on_sender"):
-        copy.get_store_info()
+        twin.get_store_info()
 
     source = nn.Linear(300, 300)
     fresh.init_on_sender("policy", model=source, num_workers=1)
     try:
         blob = pickle.dumps(fresh)
         assert len(blob) < 2000  # its configuration and an address: no weights
-        copy = pickle.loads(blob)
-        assert copy.get_store_info() == fresh.get_store_info()
-        assert (copy.model_id, copy.model, copy.version) == ("policy", None, -1)
+        twin = pickle.loads(blob)
+        assert twin.get_store_info() == fresh.get_store_info()
+        assert (twin.model_id, twin.model, twin.version) == ("policy", None, -1)
     finally:
         fresh.shutdown()
 

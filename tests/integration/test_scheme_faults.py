@@ -1,5 +1,6 @@
 """A push that goes wrong names who and why, soon; whoever is alive is served."""
 
+import gc
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from lightning_weightsync import (
     WorkerError,
 )
 from tests.helpers import schemes
+from tests.helpers.holdings import holdings
 from tests.helpers.receivers import ProcessEnded
 from tests.helpers.schemes import assert_same_bits, assert_text, fill, hold_gate, layers, leaves_of, release_gate
 
@@ -43,6 +45,30 @@ def test_a_worker_killed_while_idle_is_named_at_once_and_the_others_are_served(c
         for worker in (0, 2):
             assert_same_bits(connected.leaves(worker), leaves_of(source))
     assert [connected.processes[i].call(schemes.version) for i in (0, 2)] == [2, 2]
+
+
+def memory_files(box=None):
+    """How many memory files this process has open: each slot is one descriptor, and one of its mapping."""
+    return sum(kind.startswith("/memfd") for kind in holdings().descriptors)
+
+
+def test_the_memory_of_a_worker_killed_while_it_holds_weights_is_given_back(connect):
+    connected = connect(source := nn.Linear(300, 300), 2, sync=False, max_slots=3)
+    for value in (1.0, 2.0, 3.0):
+        fill(source, value)
+        connected.push()
+    connected.processes[1].kill()
+    with pytest.raises(WorkerDied):
+        connected.push()
+    for value in range(10):
+        fill(source, float(value))
+        with pytest.raises(WorkerDied):
+            connected.scheme.send()
+        assert_same_bits(connected.leaves(0), leaves_of(source))
+    gc.collect()
+    most = 2 * 3 if connect.same_host == "shared_memory" else 0
+    assert memory_files() <= most
+    assert connected.processes[0].call(memory_files) <= most
 
 
 @over_network

@@ -6,6 +6,7 @@ The ``receivers`` fixture looks for what is left: threads, listening ports and d
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.helpers import schemes
 from tests.helpers.holdings import holdings
 from tests.helpers.schemes import altered, assert_same_bits, fill, hold_gate, leaves_of, release_gate
 
+over_shared_memory = pytest.mark.parametrize("connect", ["shared_memory"], indirect=True)
 over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
 both_ways = pytest.mark.parametrize("sync", [True, False], ids=["receive()", "background thread"])
 
@@ -225,6 +227,31 @@ def test_everything_listens_on_the_loopback_interface_only_and_nothing_after_shu
     connected.scheme.shutdown()
     assert connected.processes[0].call(timed_shutdown) < 1.0
     # That no port is left is for the fixture to see.
+
+
+def shared_files():
+    return set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
+
+
+def test_nothing_of_ours_is_ever_named_in_dev_shm(connect):
+    connected = connect(small(), 2)
+    connected.push()
+    assert not [path for path in shared_files() if "weight" in path.name]
+    connected.processes[0].kill()
+    with pytest.raises(WeightSyncError):
+        connected.scheme.send(worker_ids=0)
+    assert shut_down_here(connected.scheme) < 1.0
+    assert not [path for path in shared_files() if "weight" in path.name]
+
+
+@over_shared_memory
+def test_workers_of_this_host_make_it_listen_on_one_address_only_and_open_no_port_themselves(connect):
+    before = set(holdings().ports)
+    connected = connect(small(), 2)
+    info = connected.scheme.get_store_info()
+    assert [address.split(":")[1] for address in set(holdings().ports) - before] == [f"{info['port']:04X}"]
+    assert connected.processes[0].call(lambda box: holdings().ports) == ()
+    assert connected.processes[0].call(lambda box: box.scheme._link.local_host) is None
 
 
 def test_strangers_at_the_port_disturb_nobody(connect):

@@ -1,4 +1,5 @@
 import math
+import os
 import random
 import socket
 import struct
@@ -21,7 +22,8 @@ from lightning_weightsync.transports.control import (
     Message,
     ProtocolError,
 )
-from tests.helpers.sockets import fill, frame, is_closed, socket_pair
+from lightning_weightsync.transports.memory import create_memory_file
+from tests.helpers.sockets import fill, frame, is_closed, num_descriptors, socket_pair
 from tests.helpers.threads import Call, eventually, soon
 
 SCHEMA = {
@@ -85,7 +87,7 @@ def assert_broken(channel):
         channel.poll()
 
 
-@pytest.mark.parametrize("name", LINK_MESSAGES)
+@pytest.mark.parametrize("name", [name for name in LINK_MESSAGES if name != "slot"])
 def test_every_message_of_a_link_arrives_as_it_was_sent(kind, name):
     fields = {field: SAMPLES[expected] for field, expected in LINK_MESSAGES[name].items()}
     near, far = socket_pair(kind)
@@ -95,6 +97,69 @@ def test_every_message_of_a_link_arrives_as_it_was_sent(kind, name):
         message = receive(other)
         assert message == Message(name, fields, b"\0blob\xff")
         assert all(message[field] == value for field, value in fields.items())
+
+
+SLOT = {"model_id": "policy", "index": 3, "nbytes": 4}
+
+
+def test_a_file_is_handed_over_with_the_message_that_names_it():
+    before = num_descriptors()
+    near, far = socket_pair("unix")
+    one, other = ControlChannel(near), ControlChannel(far, takes_descriptors=True)
+    files = [create_memory_file("test") for _ in range(3)]
+    for number, file in enumerate(files):
+        os.write(file, bytes([number]) * 4)
+        one.send("beat")
+        one.send("slot", b"\0blob\xff", descriptor=file, **SLOT)
+        os.close(file)
+    for number in range(3):
+        assert receive(other).kind == "beat"
+        message = receive(other)
+        assert (message.kind, message.fields, message.blob) == ("slot", SLOT, b"\0blob\xff")
+        assert os.pread(message.descriptor, 10, 0) == bytes([number]) * 4
+        assert not os.get_inheritable(message.descriptor)
+        os.close(message.descriptor)
+    one.close()
+    other.close()
+    assert num_descriptors() == before
+
+
+def test_a_file_that_was_not_fetched_is_closed_with_the_channel():
+    before = num_descriptors()
+    near, far = socket_pair("unix")
+    one, other = ControlChannel(near), ControlChannel(far, takes_descriptors=True)
+    file = create_memory_file("test")
+    for _ in range(2):
+        one.send("slot", descriptor=file, **SLOT)
+    os.close(file)
+    os.close(receive(other).descriptor)
+    one.close()
+    other.close()
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_slot_without_its_file_breaks_the_channel(kind, takes):
+    near, far = socket_pair(kind)
+    with near, far:
+        one, other = ControlChannel(near), ControlChannel(far, takes_descriptors=takes)
+        one.send("slot", **SLOT)
+        with pytest.raises(ProtocolError, match="came without its descriptor"):
+            receive(other)
+        assert other.closed
+
+
+def test_files_that_an_end_does_not_take_are_not_left_open_in_it():
+    before = num_descriptors()
+    near, far = socket_pair("unix")
+    one, other = ControlChannel(near), ControlChannel(far)
+    file = create_memory_file("test")
+    one.send("slot", descriptor=file, **SLOT)
+    os.close(file)
+    with pytest.raises(ProtocolError):
+        receive(other)
+    one.close()
+    assert num_descriptors() == before
 
 
 def test_messages_go_both_ways_and_keep_their_order(channels):

@@ -163,11 +163,12 @@ def test_a_module_that_was_never_called_is_refused_by_the_name_of_its_leaf(strat
     assert list(strategy.leaves(initialised)) == ["weight", "bias"]
 
 
-def test_extra_state_is_refused_by_the_name_of_its_module(strategy):
-    with pytest.raises(NotImplementedError, match=r"'encoder\.1' \(WithExtraState\).*not carried yet"):
-        strategy.leaves(nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(1, 1), WithExtraState())}))
-    with pytest.raises(NotImplementedError, match=r"\(top level\).*WithExtraState"):
-        strategy.leaves(WithExtraState())
+def test_extra_state_is_no_leaf(strategy):
+    module = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(1, 1), WithExtraState())})
+    assert "encoder.1._extra_state" in module.state_dict()
+    for source in (module, module.state_dict()):
+        assert list(strategy.leaves(source)) == ["encoder.0.weight", "encoder.0.bias"]
+    assert strategy.leaves(WithExtraState()) == {}
 
 
 def test_a_parameter_that_a_sharding_engine_has_emptied_is_refused_and_an_empty_one_is_not(strategy):
