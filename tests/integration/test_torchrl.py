@@ -325,8 +325,10 @@ def test_policy_version_counts_updates(side: Side) -> None:
     before = int(next(batches)["policy_version"].max())
     for _ in range(3):
         collector.update_policy_weights_()
-    # The first step of a batch carries the version that the last step of the batch before has left.
-    assert set(next(batches)["policy_version"][:, 1:].flatten().tolist()) == {before + 3}
+    # TorchRL stamps a step after it has called the policy, so a batch may begin with steps of the batch before.
+    versions = next(batches)["policy_version"]
+    assert set(versions.flatten().tolist()) <= {before, before + 3}
+    assert set(versions[:, -1].flatten().tolist()) == {before + 3}
 
 
 def test_an_async_collector_never_mixes_versions_and_ends_with_the_last() -> None:
