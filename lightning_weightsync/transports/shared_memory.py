@@ -9,6 +9,7 @@ pages whenever it leaves a slot.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_weightsync.transports.base import Ticket, TransferFailed
+from lightning_weightsync.transports.control import ChannelClosed
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.slots import Slot, SlotPool
 
@@ -85,10 +87,11 @@ class SharedMemoryTransport:
         self._pool.retire_all(("worker", link.worker_idx, link.generation))
 
     def _tell_retired(self, index: int) -> None:
-        for worker_idx, known in self._known.items():
+        for worker_idx, known in list(self._known.items()):
             if index in known:
                 known.discard(index)
-                self._links[worker_idx].channel.try_send("retire", model_id=self.model_id, index=index)
+                with contextlib.suppress(ChannelClosed):  # then it is about to be lost itself
+                    self._links[worker_idx].channel.try_send("retire", model_id=self.model_id, index=index)
 
 
 class SharedMemoryReceiver:
