@@ -40,12 +40,12 @@ def test_the_example_ends_within_ten_seconds_and_leaves_no_process(ending, tmp_p
         [sys.executable, *arguments],
         cwd=tmp_path,
         env={**os.environ, MARKER: marker, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,  # where Lightning draws its progress bar
+        stderr=subprocess.STDOUT,
     )
     printed = bytearray()
     reader = threading.Thread(
-        target=lambda: [printed.extend(line) for line in iter(lambda: process.stderr.read1(), b"")]
+        target=lambda: [printed.extend(line) for line in iter(lambda: process.stdout.read1(), b"")]
     )
     reader.start()
     try:
@@ -67,4 +67,4 @@ def test_the_example_ends_within_ten_seconds_and_leaves_no_process(ending, tmp_p
         process.kill()
         process.wait()
         reader.join(5)
-        process.stderr.close()
+        process.stdout.close()
