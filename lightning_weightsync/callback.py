@@ -114,7 +114,6 @@ class UpdateWeights(pl.Callback):
         self._group = group
         self._name = "update_weights"
         self._version = 0
-        self._restored: tuple[int, int] | None = None
         self._launched = False
         self._fit = _Fit()
         self._under_way: list[PushHandle] = []
@@ -229,11 +228,13 @@ class UpdateWeights(pl.Callback):
         self._stop_counting()
         if self._fit.batches and self.num_pushes == self._fit.pushes_before:
             self._warn_of_no_push(pl_module)
-        if self._cadence.stale:
+        pushed = self._cadence.stale
+        if pushed:
             self._push()
-            for handle in self._under_way:
-                handle.wait()
-            self._check_under_way()
+        for handle in self._under_way:
+            handle.wait()
+        self._under_way.clear()
+        if pushed:
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             for logger in trainer.loggers:
                 logger.log_metrics({"weight_sync/version": float(self.version)}, step=step)
