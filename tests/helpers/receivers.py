@@ -116,8 +116,9 @@ class ReceiverProcess:
         return self._process.wait(timeout)
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """SIGSTOP; no thread of it runs any more when this returns."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
         """SIGCONT."""
