@@ -26,6 +26,7 @@ from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.schemes.transaction import Staged, Transaction
+from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.slots import SlotPool
 
 _NEVER = 365 * 86400.0  # seconds; the gate's condition variable takes no infinity
@@ -105,7 +106,7 @@ class InlinePool:
                 assert slot is not None  # there is one, and a push at a time
                 slots.release(slot, self)
                 extra = source.read(slot, _own(given))
-                staged.append(Staged(model, slot.memory, unpack(extra)))
+                staged.append(Staged(model, SlotMemory(slot.memory), unpack(extra)))
                 self.bytes_pushed += slot.memory.numel()
             if not initial:
                 self.version += 1

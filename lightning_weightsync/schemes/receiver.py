@@ -19,8 +19,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from lightning_weightsync.errors import LayoutMismatchError, StaleVersionError, WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.schemes.extra_state import unpack
 from lightning_weightsync.schemes.gate import Gate
@@ -29,6 +27,7 @@ from lightning_weightsync.schemes.transaction import Staged, Transaction, check_
 from lightning_weightsync.transports.base import ReceiverTransport, TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
 from lightning_weightsync.transports.layout import WeightLayout
+from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.rendezvous import StoreInfo, join
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver
 
@@ -383,8 +382,8 @@ class ReceiverLink:
         finally:
             self._pending = None
 
-    def _stage(self, message: Message, deadline: float) -> tuple[list[tuple[StagedModel, Tensor]], list[bytes]]:
-        staged: list[tuple[StagedModel, Tensor]] = []
+    def _stage(self, message: Message, deadline: float) -> tuple[list[tuple[StagedModel, SlotMemory]], list[bytes]]:
+        staged: list[tuple[StagedModel, SlotMemory]] = []
         extras: list[bytes] = []
         start = 0
         for entry in message["models"]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_weightsync.errors import LayoutMismatchError
 from lightning_weightsync.schemes.extra_state import pack, stateful_parts
+from lightning_weightsync.schemes.gather import Gather
 from lightning_weightsync.schemes.leaves import Leaves
 from lightning_weightsync.schemes.strategy import (
     Weights,
@@ -51,7 +52,7 @@ class Source:
         self.layout = self._layout_here if wire_dtype is None else self._layout_here.cast(wire_dtype)
         self.extra_keys = sorted(self._extra_parts)
         self._expected = {leaf.name: (torch.Size(leaf.shape), leaf.torch_dtype) for leaf in self._layout_here.leaves}
-        self._tensors = [self._leaves.tensors[leaf.name] for leaf in self.layout.leaves]
+        self._gather = Gather(self.layout, [self._leaves.tensors[leaf.name] for leaf in self.layout.leaves])
 
     def read(self, slot: Slot, weights: Weights | None = None) -> bytes:
         """Copy weights (``None``: those of ``connect``) into a slot; returns the extra state as bytes.
@@ -62,16 +63,19 @@ class Source:
         if weights is None or weights is self.weights:
             if self._leaves.stale():
                 leaves = Leaves(self.weights, self._strategy)
-                self._tensors = self._agreed(leaves.tensors, self.weights)
+                self._gather = Gather(self.layout, self._agreed(leaves.tensors, self.weights))
                 self._extra_parts = stateful_parts(self.weights)
                 self._leaves = leaves  # once they are accepted: leaves that were refused are refused again
-            tensors, parts = self._tensors, self._extra_parts
+            given, parts = None, self._extra_parts
             self._check_ties(self._leaves.tensors)
         else:
-            tensors, parts = self._agreed(self._strategy.leaves(weights), weights), stateful_parts(weights)
+            given, parts = self._agreed(self._strategy.leaves(weights), weights), stateful_parts(weights)
         if sorted(parts) != self.extra_keys and isinstance(weights if weights is not None else self.weights, nn.Module):
             self._raise(sorted(set(self.extra_keys) - set(parts)), sorted(set(parts) - set(self.extra_keys)), {})
-        write(slot.views, tensors)
+        if given is None:
+            self._gather.copy_to(slot)
+        else:
+            write(slot.views, given)
         return pack(parts)
 
     def _agreed(self, leaves: dict[str, Tensor], weights: Weights) -> list[Tensor]:

@@ -1,12 +1,12 @@
 """What does a receiver hold for one destination? Its live leaves, and how a staged slot becomes what they hold.
 
-Where it is safe, a leaf is *switched*: its storage is pointed at the slot, and nothing is copied. Where it is not,
-the slot is copied into it. Either way the ``Parameter`` objects stay the same. When to apply or roll back is the
-transaction's business.
+Where it is safe, a leaf is *switched*: it lives in a window, in which slot after slot is shown, and nothing is copied.
+Where it is not, the slot is copied into it. Either way the ``Parameter`` objects stay the same, views of them follow,
+and a backward pass that needs the old values raises. When to apply or roll back is the transaction's business.
 
 Switched are parameters on the CPU that have the sender's dtype, own their whole storage contiguously, are not in
-shared memory, hold no gradient (a switch between a forward and its backward gives wrong gradients silently) and are
-written by nobody's ``load_state_dict``. Views of a switched leaf that were taken earlier do not follow it.
+shared memory and are written by nobody's ``load_state_dict``. They move into the window with the first version: only
+views that were taken before that do not follow.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_weightsync.errors import LayoutMismatchError
 from lightning_weightsync.schemes.extra_state import stateful_parts
@@ -35,6 +36,8 @@ from lightning_weightsync.schemes.strategy import (
     write,
 )
 from lightning_weightsync.transports.layout import Leaf, WeightLayout, digest_of
+from lightning_weightsync.transports.memory import SlotMemory
+from lightning_weightsync.transports.window import Window
 
 
 class StagedModel:
@@ -74,14 +77,16 @@ class StagedModel:
         self._extra_keys: list[str] = []
         self._leaves: Leaves | None = None
         self._extra_parts: dict[str, nn.Module] = {}
+        self._window: Window | None = None
+        self._entered = False
         self._switched: list[tuple[Tensor, str]] = []
         self._copied: list[tuple[Tensor, str]] = []
-        self._views: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
+        self._views: dict[int, list[Tensor]] = {}
         self._undo: list[Callable[[], None]] = []
 
     @property
     def holds_slot(self) -> bool:
-        """Whether leaves view the slot that was applied last, so that nobody may write it."""
+        """Whether leaves live in the slot that was applied last, so that nobody may write it."""
         return bool(self._switched)
 
     def bind(
@@ -105,6 +110,9 @@ class StagedModel:
         Raises:
             LayoutMismatchError: The target does not have the same leaves; nothing is bound.
         """
+        if layout != self.layout:
+            self._leave_window(self._in_window)
+            self._window = None
         self._casts = casts
         self.strict = self.strict if strict is None else strict and self.strict
         self._may_switch = self._may_switch and may_hold
@@ -112,33 +120,36 @@ class StagedModel:
         self._leaves = self._find_leaves(layout)
         self.layout = layout
 
-    def apply(self, slot: Tensor, extra: dict[str, Any], *, keep_backup: bool) -> None:
+    def apply(self, slot: SlotMemory, extra: dict[str, Any], *, keep_backup: bool) -> None:
         """Make the live leaves hold what the slot holds. The caller holds the gate alone.
 
         Args:
-            slot: The staged version (uint8, ``layout.nbytes`` long); not written again while ``holds_slot``.
+            slot: The staged version (``layout.nbytes`` long); not written again while ``holds_slot``.
             extra: The extra state of submodules, by ``state_dict`` key.
             keep_backup: Keep what is needed for ``roll_back``.
         """
         started = time.perf_counter()
         self._undo = []
-        if self._leaves is None or self._leaves.stale() or self._must_copy_now():
+        if self._leaves is None or self._leaves.stale() or (self._window is not None and self._window.moved):
             # `self.mean = new_mean` has put another tensor in the place of a buffer, for example.
             self._leaves = self._find_leaves(self.layout)
         keep_backup = keep_backup or bool(self.applied_hooks) or bool(self._extra_parts)
         if self.strategy.extract_as == "state_dict" and isinstance(self.target, nn.Module):
-            views, named = self.layout.views(slot), self.layout.by_name
+            views, named = self.layout.views(slot.memory), self.layout.by_name
             self._undo.append(_remember(self.target))
             load_state(
                 self.target, {n: views[named[n].name] for n in self._leaves.tensors if n in named}, strict=self.strict
             )
         else:
-            switch_to, copy_from = self._views_of(slot)
             if keep_backup:
-                self._back_up()
-            for (leaf, _), view in zip(self._switched, switch_to, strict=True):
-                leaf.data = view
-            write([leaf for leaf, _ in self._copied], copy_from)
+                self._back_up_copied()
+            if self._switched:
+                window = self._enter_window(keep_values=keep_backup)
+                self._undo.append(window.restore)
+                window.show(slot.descriptor, keep_aside=keep_backup)
+                increment_version(self._in_window)
+            if self._copied:
+                write([leaf for leaf, _ in self._copied], self._views_of(slot.memory))
         for key, part in self._extra_parts.items():
             if key in extra:
                 self._undo.append(_restore_extra(part))
@@ -153,16 +164,17 @@ class StagedModel:
     def keep(self) -> None:
         """The version is in force: the one before is not needed any more."""
         self._undo = []
+        if self._window is not None:
+            self._window.drop_aside()
 
-    def forget(self, slot: Tensor) -> None:
-        """This slot is not going to be used again: let go of views of it that are not in force."""
-        self._views.pop(slot.data_ptr(), None)
+    def forget(self, slot: SlotMemory) -> None:
+        """This slot is not going to be used again: let go of views of it."""
+        self._views.pop(slot.memory.data_ptr(), None)
 
     def detach(self) -> None:
-        """Move leaves that view a slot into memory of their own. The caller holds the gate alone."""
-        own: dict[int, Tensor] = {}
-        for leaf, _ in self._switched:
-            leaf.data = own.setdefault(leaf.data_ptr(), leaf.data.clone())
+        """Move leaves out of the window into memory of their own. The caller holds the gate alone."""
+        self._leave_window(self._in_window)
+        self._window = None
         self._switched, self._copied = [], self._switched + self._copied
         self._may_switch = False
         self._views = {}
@@ -214,14 +226,17 @@ class StagedModel:
             )
         self._extra_parts = {key: part for key, part in parts.items() if key in self._extra_keys}
         self._views = {}
-        before = {id(leaf) for leaf, _ in self._switched}
+        before = self._in_window
         self._switched, self._copied = [], []
         seen: set[int] = set()
         for name in live:
             if name in offered and id(live[name]) not in seen:
                 seen.add(id(live[name]))
-                switchable = self._may_switch and _is_switchable(live[name], offered[name], ours=before)
+                switchable = self._may_switch and self._is_switchable(live[name], offered[name])
                 (self._switched if switchable else self._copied).append((live[name], offered[name].name))
+        staying = {id(leaf) for leaf, _ in self._switched}
+        self._leave_window([leaf for leaf in before if id(leaf) not in staying])
+        self._entered = False
         return leaves
 
     def _fits(self, leaf: Leaf, live: Tensor) -> bool:
@@ -230,39 +245,67 @@ class StagedModel:
         both_floating = leaf.torch_dtype.is_floating_point and live.dtype.is_floating_point
         return leaf.torch_dtype == live.dtype or (self._casts and both_floating)
 
-    def _must_copy_now(self) -> bool:
-        """Whether a leaf that was switched so far has come to hold a gradient, or has left the CPU."""
-        return any(leaf.grad is not None or not leaf.is_cpu for leaf, _ in self._switched)
+    def _is_switchable(self, tensor: Tensor, leaf: Leaf) -> bool:
+        if not isinstance(tensor, nn.Parameter) or not tensor.is_cpu or tensor.is_inference():
+            return False
+        if type(tensor.data) is not Tensor or tensor.dtype != leaf.torch_dtype or not tensor.is_contiguous():
+            return False
+        if self._is_in_window(tensor):
+            return True
+        whole = tensor.storage_offset() == 0
+        whole = whole and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return whole and not tensor.is_shared()  # type: ignore[no-untyped-call]
 
-    def _views_of(self, slot: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The slot's leaves as the switched and the copied ones need them; made once per slot."""
+    def _is_in_window(self, tensor: Tensor) -> bool:
+        window = self._window
+        if window is None or window.moved or tensor.device != window.memory.device:
+            return False
+        return tensor.untyped_storage().data_ptr() == window.memory.data_ptr()
+
+    def _enter_window(self, *, keep_values: bool) -> Window:
+        """Have all switched leaves live in the window, with what they hold if that is needed; something is shown next.
+
+        Until the first version they stay where they are: a ``connect`` that fails leaves the model as it was.
+        """
+        if self._entered and self._window is not None:
+            return self._window
+        if self._window is None or self._window.moved:
+            self._window = Window(self.layout.nbytes)
+        views = self.layout.views(self._window.memory)
+        for leaf, name in self._switched:
+            if leaf.data_ptr() != views[name].data_ptr():
+                if keep_values:
+                    views[name].copy_(leaf.data)
+                leaf.data = views[name]
+        if self._leaves is not None:
+            self._leaves.remember_forms()
+        self._entered = True
+        return self._window
+
+    def _leave_window(self, leaves: Iterable[Tensor]) -> None:
+        """Give leaves memory of their own again; tied ones stay tied."""
+        own: dict[int, Tensor] = {}
+        for leaf in leaves:
+            if self._is_in_window(leaf):
+                leaf.data = own.setdefault(leaf.data_ptr(), leaf.data.clone())
+
+    @property
+    def _in_window(self) -> list[Tensor]:
+        return [leaf for leaf, _ in self._switched]
+
+    def _views_of(self, slot: Tensor) -> list[Tensor]:
+        """The slot's leaves as the copied ones need them; made once per slot."""
         known = self._views.get(slot.data_ptr())
         if known is None:
             views = self.layout.views(slot)
-            known = (slot, [views[name] for _, name in self._switched], [views[name] for _, name in self._copied])
-            self._views[slot.data_ptr()] = known
-        return known[1], known[2]
+            known = self._views[slot.data_ptr()] = [views[name] for _, name in self._copied]
+        return known
 
-    def _back_up(self) -> None:
-        switched = [(leaf, leaf.data) for leaf, _ in self._switched]
-        copied = [(leaf, leaf.detach().clone()) for leaf, _ in self._copied]
-
-        def restore() -> None:
-            for leaf, data in switched:
-                leaf.data = data
-            write([leaf for leaf, _ in copied], [value for _, value in copied])
-
-        self._undo.append(restore)
-
-
-def _is_switchable(tensor: Tensor, leaf: Leaf, ours: Collection[int]) -> bool:
-    if not isinstance(tensor, nn.Parameter) or not tensor.is_cpu or tensor.grad is not None or tensor.is_inference():
-        return False
-    if type(tensor.data) is not Tensor or tensor.dtype != leaf.torch_dtype or not tensor.is_contiguous():
-        return False
-    whole = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    # A leaf that was switched before views a part of a slot, and is as good as whole.
-    return id(tensor) in ours or (whole and not tensor.is_shared())  # type: ignore[no-untyped-call]
+    def _back_up_copied(self) -> None:
+        if self._copied:
+            copied = [leaf for leaf, _ in self._copied]
+            values = [leaf.detach().clone() for leaf in copied]
+            self._undo.append(lambda: write(copied, values))
 
 
 def _remember(module: nn.Module) -> Callable[[], None]:

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from lightning_weightsync.errors import StaleVersionError, WeightSyncTimeout
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.staging import StagedModel
+from lightning_weightsync.transports.memory import SlotMemory
 
 
 class TransactionState(Enum):
@@ -37,7 +36,7 @@ class Staged:
     """One model of a push: where its bytes are, and its extra state."""
 
     model: StagedModel
-    slot: Tensor
+    slot: SlotMemory
     extra: dict[str, Any]
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
-
+from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.slots import Slot
 
 Ticket = Mapping[str, int]
@@ -63,14 +62,14 @@ class SenderTransport(TransportBackend, Protocol):
 class ReceiverTransport(TransportBackend, Protocol):
     """The worker's end."""
 
-    def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> Tensor:
-        """The slot (uint8, ``nbytes`` long) with the transfer that this ticket announced; blocks until it is there.
+    def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> SlotMemory:
+        """The slot (``nbytes`` long) with the transfer that this ticket announced; blocks until it is there.
 
         Raises:
             TransferFailed: It did not arrive in time, or the connection is gone.
         """
         ...
 
-    def entered(self, slot: Tensor) -> None:
+    def entered(self, slot: SlotMemory) -> None:
         """The staged slot is in force, and the one before is not needed any more."""
         ...

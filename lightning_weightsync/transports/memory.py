@@ -13,6 +13,24 @@ import torch
 from torch import Tensor
 
 
+class SlotMemory:
+    """The bytes of one slot, as one process has them.
+
+    Args:
+        memory: uint8, 1-dimensional.
+        descriptor: Of the file that holds them, where a ``Window`` can show them; -1 for memory of no file. It is
+            owned: closed with the last reference to this object, so whoever has one can still show it.
+    """
+
+    def __init__(self, memory: Tensor, descriptor: int = -1) -> None:
+        self.memory = memory
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
 def create_memory_file(label: str) -> int:
     """An empty anonymous file; returns its descriptor, which is closed on exec unless it is passed on.
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lightning_weightsync.transports.base import Ticket, TransferFailed
+from lightning_weightsync.transports.memory import SlotMemory, create_memory_file, map_memory
 from lightning_weightsync.transports.rendezvous import bind_listener
 from lightning_weightsync.transports.slots import Slot
 
@@ -158,23 +159,37 @@ class ProcessGroupSender(_Pair):
 
 
 class ProcessGroupReceiver(_Pair):
-    """The worker's end of a pair (a ``ReceiverTransport``), with two private slots: one in force, one being filled."""
+    """The worker's end of a pair (a ``ReceiverTransport``), with two slots: one in force, one being filled."""
 
-    _current: Tensor | None = None
-    _staged: Tensor | None = None
+    _current: SlotMemory | None = None
+    _staged: SlotMemory | None = None
 
-    def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> Tensor:
+    def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> SlotMemory:
         """Receive into the slot that is not in force; see ``ReceiverTransport``."""
-        if self._staged is None or self._staged.numel() != nbytes:
-            self._staged = torch.empty(nbytes, dtype=torch.uint8)
+        if self._staged is None:
+            self._staged = _new_slot(nbytes)
         if nbytes:
-            self.wait(self.start("recv", self._staged), deadline)
+            self.wait(self.start("recv", self._staged.memory), deadline)
         return self._staged
 
-    def entered(self, slot: Tensor) -> None:
+    def entered(self, slot: SlotMemory) -> None:
         """The filled slot is in force: the other one is filled next."""
         if slot is self._staged:
             self._current, self._staged = self._staged, self._current
+
+    def close(self) -> None:
+        """Give the group and the slots up; a window that shows one keeps its memory."""
+        super().close()
+        self._current = self._staged = None
+
+
+def _new_slot(nbytes: int) -> SlotMemory:
+    try:
+        slot = SlotMemory(torch.empty(0, dtype=torch.uint8), create_memory_file("lightning_weightsync-received"))
+        slot.memory = map_memory(slot.descriptor, nbytes)
+        return slot
+    except OSError as error:
+        raise TransferFailed(f"there is no memory for a slot of {nbytes} bytes: {error}") from error
 
 
 def _first_line(error: RuntimeError) -> str:

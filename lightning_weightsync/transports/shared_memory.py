@@ -3,8 +3,7 @@
 The sender writes a version once, whatever the number of workers; a worker that is told "slot 3" finds the bytes
 there. Slots are anonymous memory files. Their descriptors travel over the control channel, a Unix socket
 (``SCM_RIGHTS``), and "same host" *means* that this worked. Workers map them privately (copy on write): one that
-writes its own weights changes nobody else's, but keeps stale copies of the pages that it wrote, so it drops those
-pages whenever it leaves a slot.
+writes its own weights changes nobody else's.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import os
 import time
 
 import torch
-from torch import Tensor
 
 from lightning_weightsync.transports.base import Ticket, TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed
 from lightning_weightsync.transports.link import LinkState, WorkerLink
+from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.slots import Slot, SlotPool
 
 
@@ -95,19 +94,16 @@ class SharedMemoryTransport:
 
 
 class SharedMemoryReceiver:
-    """The worker's end: a private mapping of each slot that it was told of."""
+    """The worker's end: the descriptor and a private mapping of each slot that it was told of."""
 
     def __init__(self) -> None:
-        self._maps: dict[int, mmap.mmap] = {}
-        self._slots: dict[int, Tensor] = {}
-        self._staged = -1
-        self._current = -1
+        self._slots: dict[int, SlotMemory] = {}
 
     def connect(self, deadline: float) -> None:
         """There is nobody to meet."""
 
     def learn(self, index: int, nbytes: int, descriptor: int) -> None:
-        """Map a new slot; the descriptor is closed.
+        """Take in a new slot, and its descriptor.
 
         Raises:
             TransferFailed: It is no file of that size.
@@ -115,40 +111,29 @@ class SharedMemoryReceiver:
         try:
             if os.fstat(descriptor).st_size < nbytes:
                 raise TransferFailed(f"slot {index} is smaller than the {nbytes} bytes that were announced")
+            memory = torch.empty(0, dtype=torch.uint8)
             if nbytes:
-                self._maps[index] = mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE)
-                self._slots[index] = torch.frombuffer(mapped, dtype=torch.uint8)
-            else:
-                self._slots[index] = torch.empty(0, dtype=torch.uint8)
-        except OSError as error:
-            raise TransferFailed(f"slot {index} cannot be mapped: {error}") from error
-        finally:
+                memory = torch.frombuffer(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+        except (OSError, TransferFailed) as error:
             os.close(descriptor)
+            raise TransferFailed(f"slot {index} cannot be mapped: {error}") from error
+        self._slots[index] = SlotMemory(memory, descriptor)
 
-    def forget(self, index: int) -> Tensor | None:
-        """The sender will not use this slot again; its memory goes with the last tensor that views it."""
-        self._maps.pop(index, None)
+    def forget(self, index: int) -> SlotMemory | None:
+        """The sender will not use this slot again; its memory goes when no window shows it and no tensor views it."""
         return self._slots.pop(index, None)
 
-    def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> Tensor:
+    def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> SlotMemory:
         """The slot that the ticket names; nothing is copied. See ``ReceiverTransport``."""
-        self._staged = ticket.get("slot", -1)
-        slot = self._slots.get(self._staged)
-        if slot is None or slot.numel() != nbytes:
-            raise TransferFailed(f"slot {self._staged} is not known here; known are {sorted(self._slots)}")
+        index = ticket.get("slot", -1)
+        slot = self._slots.get(index)
+        if slot is None or slot.memory.numel() != nbytes:
+            raise TransferFailed(f"slot {index} is not known here; known are {sorted(self._slots)}")
         return slot
 
-    def entered(self, slot: Tensor) -> None:
-        """The weights have left the slot before: drop the pages of that one that were written here.
-
-        They would hide what the sender writes there next. Its other pages are only unmapped, and faulted in on use.
-        """
-        left = self._maps.get(self._current) if self._current != self._staged else None
-        self._current = self._staged
-        if left is not None and hasattr(mmap, "MADV_DONTNEED"):
-            left.madvise(mmap.MADV_DONTNEED)
+    def entered(self, slot: SlotMemory) -> None:
+        """Nothing has to be done: the sender knows which slot is in force, and does not write it."""
 
     def close(self) -> None:
-        """Forget every slot; tensors that view one keep its memory."""
-        self._maps.clear()
+        """Forget every slot; see ``forget``."""
         self._slots.clear()

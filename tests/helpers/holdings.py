@@ -96,3 +96,14 @@ def _beyond(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
         else:
             extra.append(item)
     return extra
+
+
+def memory_file_at(address: int) -> int | None:
+    """The inode of the memory file that is mapped at an address of this process, if one is."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            extent, _, _, _, inode, *path = line.split()
+            start, end = (int(part, 16) for part in extent.split("-"))
+            if start <= address < end:
+                return int(inode) if any("memfd" in part for part in path) else None
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from lightning_weightsync.schemes.extra_state import unpack
@@ -9,6 +10,7 @@ from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import Weights, WeightStrategy
 from lightning_weightsync.schemes.transaction import Staged
+from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.slots import SlotPool
 
 
@@ -37,7 +39,7 @@ class Destination(StagedModel):
         super().__init__(model_id, target, strategy, strict=strict, may_switch=may_switch)
         self.source = Source(model_id, target if source is None else source, strategy)
         self.filled: Staged | None = None
-        self._pool = SlotPool(self.source.layout, max_slots=3, shared=False)
+        self._pool = SlotPool(self.source.layout, max_slots=3, shared=True)
         self._in_force: Any = None
         self.bind(self.source.layout, extra_keys=self.source.extra_keys, strict=asked)
 
@@ -47,7 +49,7 @@ class Destination(StagedModel):
         assert slot is not None
         extra = self.source.read(slot, weights)
         self._slot = slot
-        self.filled = Staged(self, slot.memory, unpack(extra))
+        self.filled = Staged(self, SlotMemory(slot.memory, os.dup(slot.descriptor)), unpack(extra))
         return self.filled
 
     def apply_filled(self, *, keep_backup: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.helpers import schemes
-from tests.helpers.holdings import holdings, resident_bytes
+from tests.helpers.holdings import holdings, memory_file_at, resident_bytes
 from tests.helpers.schemes import assert_same_bits, fill, layers, leaves_of
 from tests.helpers.threads import eventually
 
@@ -30,8 +30,8 @@ def constant_layers(size=64, depth=6):
 
 def start_callers(box, *, count, scribbles):
     """Threads that call the policy under the gate, and look at every leaf; ``scribbles``: then write into them."""
-    box.stop, box.mixed, box.calls, box.versions, box.pointers = threading.Event(), [], [0] * count, [], {}
-    box.scheme.add_applied_hook(note_pointer(box))
+    box.stop, box.mixed, box.calls, box.versions, box.slots = threading.Event(), [], [0] * count, [], {}
+    box.scheme.add_applied_hook(note_slot(box))
 
     def call(number):
         net, gate = box.model, box.scheme.gate
@@ -60,12 +60,12 @@ def start_callers(box, *, count, scribbles):
         thread.start()
 
 
-def note_pointer(box):
+def note_slot(box):
     """What the weights lie in after each switch; all of them are the new version, to the last element."""
 
     def hook(model, version):
-        pointer = model[0].weight.data_ptr()
-        box.pointers[pointer] = box.pointers.get(pointer, 0) + 1
+        slot = memory_file_at(model[0].weight.data_ptr())
+        box.slots[slot] = box.slots.get(slot, 0) + 1
         box.versions.append(version)
         for leaf in model.state_dict().values():
             if not bool((leaf == version).all()):
@@ -82,7 +82,7 @@ def stop_callers(box):
         "mixed": box.mixed[:5],
         "calls": box.calls,
         "versions": box.versions,
-        "pointers": list(box.pointers.values()),
+        "slots": list(box.slots.values()),
     }
 
 
@@ -127,8 +127,8 @@ def test_every_slot_is_used_a_hundred_times_and_more(connect, scribbles):
     for process in connected.processes:
         found = process.call(stop_callers)
         assert found["mixed"] == []
-        assert len(found["pointers"]) >= 2  # they were switched
-        assert min(found["pointers"]) >= 100
+        assert len(found["slots"]) >= 2  # they were switched
+        assert min(found["slots"]) >= 100
         assert found["versions"] == list(range(1, 401))
 
 
@@ -150,7 +150,6 @@ class Tied(nn.Module):
 
 def remember(box):
     box.parameters = dict(box.model.named_parameters(remove_duplicate=False))
-    box.data = {name: parameter.data_ptr() for name, parameter in box.parameters.items()}
 
 
 def compare(box):
@@ -160,7 +159,7 @@ def compare(box):
         "requires_grad": [name for name, parameter in now.items() if not parameter.requires_grad],
         "tied": now["decoder.weight"] is now["encoder.weight"],
         "leaf": all(parameter.is_leaf for parameter in now.values()),
-        "moved": any(now[name].data_ptr() != pointer for name, pointer in box.data.items()),
+        "switched": all(memory_file_at(parameter.data_ptr()) is not None for parameter in now.values()),
         "level": now["decoder.weight"].unique().tolist(),
     }
 
@@ -170,17 +169,15 @@ def test_parameters_keep_their_identity_and_ties_over_many_pushes(connect, optio
     connected = connect(source := Tied(), 2, sync=False, **options)
     for process in connected.processes:
         process.call(remember)
-    moved = False
+    switched = options == {}  # or copied
     for value in range(1, 6):
         fill(source, float(value))
         connected.push()
         for process in connected.processes:
-            found = process.call(compare)
-            moved |= found.pop("moved")
-            assert found == {
+            assert process.call(compare) == {
                 "identity": True, "requires_grad": ["frozen"], "tied": True, "leaf": True, "level": [float(value)],
+                "switched": switched,
             }  # fmt: skip
-    assert moved == (options == {})  # whether they were switched, or copied
     for worker in range(2):
         assert_same_bits(connected.leaves(worker), leaves_of(source))
     if options == {"max_slots": 1}:

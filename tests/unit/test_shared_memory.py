@@ -12,6 +12,7 @@ from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.memory import create_memory_file, map_memory
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 from lightning_weightsync.transports.slots import SlotPool
+from lightning_weightsync.transports.window import Window
 from tests.helpers.sockets import num_descriptors, socket_pair
 from tests.helpers.threads import soon
 
@@ -25,7 +26,7 @@ class Bench:
     def __init__(self, num_workers=1, *, size=SIZE, max_slots=4, holds=True):
         self.pool = SlotPool(WeightLayout.of({"w": torch.zeros(size, dtype=torch.uint8)}), max_slots, shared=True)
         self.sender = SharedMemoryTransport("policy", self.pool)
-        self.links, self.channels, self.receivers = [], [], []
+        self.links, self.channels, self.receivers, self.windows = [], [], [], []
         for _ in range(num_workers):
             self.add(holds=holds)
 
@@ -36,6 +37,7 @@ class Bench:
         self.links.append(link)
         self.channels.append(ControlChannel(theirs, takes_descriptors=True))
         self.receivers.append(SharedMemoryReceiver())
+        self.windows.append(Window(self.pool.nbytes) if holds else None)
         self.sender.add(link, holds=holds)
         return len(self.links) - 1
 
@@ -62,14 +64,17 @@ class Bench:
         return self.receivers[worker].stage(ticket, self.pool.nbytes, soon())
 
     def deliver(self, worker, slot, *, applied=True):
-        staged = self.stage(worker, slot)
+        """Stage a slot, and apply it; what the worker's weights are then."""
+        staged, window = self.stage(worker, slot), self.windows[worker]
         if applied:
+            if window is not None:
+                window.show(staged.descriptor)
             self.receivers[worker].entered(staged)
         self.sender.settled(self.links[worker].worker_idx, slot, applied=applied)
-        return staged
+        return staged.memory if window is None else window.memory
 
     def push(self, value):
-        """A whole push to every worker; what they have staged."""
+        """A whole push to every worker; what the weights of each are then."""
         slot = self.write(value)
         staged = [self.deliver(worker, slot) for worker in range(len(self.links))]
         self.pool.release(slot, "push")
@@ -143,17 +148,15 @@ def test_a_receiver_that_wrote_into_its_weights_sees_the_new_ones_when_their_slo
         assert staged.unique().tolist() == [value]
         staged[5] = 200  # one byte of the first page
         staged[2 * PAGE : 3 * PAGE].fill_(201)  # a whole page
-        seen.append(staged.data_ptr())
-    assert len(set(seen)) == 2  # 20 times each
+        seen += [index for index, slot in workers.pool._slots.items() if ("worker", 0, 0) in slot.holders]
+    assert seen == [0, 1] * 20
 
 
-def test_pages_are_kept_while_the_slot_is_in_force(bench):
+def test_a_version_that_is_delivered_once_more_is_that_version_whatever_was_written_meanwhile(bench):
     workers = bench()
     slot = workers.write(1)
-    staged = workers.deliver(0, slot)
-    staged[0] = 9
-    again = workers.deliver(0, slot)  # the same slot once more: it was not left
-    assert again[0] == 9 and again[1] == 1
+    workers.deliver(0, slot)[0] = 9
+    assert workers.deliver(0, slot).unique().tolist() == [1]
 
 
 def test_a_push_that_was_not_applied_leaves_the_slot_before_in_force(bench):
@@ -229,14 +232,14 @@ def test_a_replacement_is_told_of_every_slot_anew_and_its_predecessors_end_does_
     assert slot.holders == {"push", ("worker", 0, 1)}
 
 
-def test_what_is_retired_while_a_tensor_views_it_stays_readable(bench):
+def test_what_is_retired_while_a_window_shows_it_stays_readable(bench):
     workers = bench()
-    (staged,) = workers.push(5)
-    index = workers.pool.try_acquire("x").index
-    forgotten = workers.receivers[0].forget(1 - index)
-    assert forgotten is staged
+    (weights,) = workers.push(5)
+    (held,) = [slot for slot in workers.pool._slots.values() if slot.holders]
+    forgotten = workers.receivers[0].forget(held.index)
+    assert forgotten.memory.unique().tolist() == [5]
     workers.close()
-    assert staged.unique().tolist() == [5]
+    assert weights.unique().tolist() == [5]
 
 
 # --- bad news -------------------------------------------------------------------------------------------------------
@@ -252,7 +255,7 @@ def test_a_slot_that_was_never_told_of_or_is_of_another_size_is_refused():
     receiver.learn(3, 100, descriptor)
     with pytest.raises(TransferFailed):
         receiver.stage({"slot": 3}, 99, soon())
-    assert receiver.stage({"slot": 3}, 100, soon()).numel() == 100
+    assert receiver.stage({"slot": 3}, 100, soon()).memory.numel() == 100
 
 
 def test_a_file_that_is_too_small_or_none_is_refused_and_its_descriptor_closed():

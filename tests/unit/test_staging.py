@@ -540,3 +540,130 @@ def test_a_copy_is_nested_and_detached_and_does_not_follow():
     assert sorted(".".join(k if isinstance(k, tuple) else (k,)) for k in copy.keys(True, True)) == sorted(
         target.state_dict()
     )
+
+
+# --- leaves that live in a window ------------------------------------------------------------------------------------
+
+
+def switched(target, source):
+    """A destination whose parameters are switched; the first version is in force."""
+    staged = bound(target, source, SWITCHED)
+    pushed(staged, source)
+    assert staged.holds_slot
+    return staged
+
+
+def test_views_of_a_switched_leaf_follow_it_and_its_address_stays():
+    source, target = randomise(nn.Linear(3, 2), 1), nn.Linear(3, 2)
+    staged = switched(target, source)
+    view, address = target.weight.detach().t()[0], target.weight.data_ptr()
+    for seed in (2, 3, 4):
+        pushed(staged, randomise(source, seed))
+        assert torch.equal(view, source.weight.detach().t()[0])
+    assert target.weight.data_ptr() == address
+
+
+def test_a_backward_pass_that_needs_the_weights_of_before_raises_as_after_a_copy():
+    for strategy in (BY_LEAF, SWITCHED):
+        source, target = (
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        )
+        staged = bound(target, source, strategy)
+        pushed(staged, source)
+        loss = target(torch.randn(3, 2)).sum()
+        pushed(staged, source)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_target_that_is_trained_takes_weights_all_the_same():
+    source, target = randomise(nn.Linear(3, 2), 1), nn.Linear(3, 2)
+    staged = switched(target, source)
+    optimizer = torch.optim.Adam(target.parameters())
+    for seed in (2, 3):
+        target(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        pushed(staged, randomise(source, seed))
+        assert_same_bits(values(target), values(source))
+        assert target.weight.grad is not None and staged.holds_slot
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.share_memory(),
+        lambda m: setattr(m.weight, "data", torch.zeros(2, 3)),
+        lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(2, 3))),
+        lambda m: m.load_state_dict(nn.Linear(3, 2).state_dict(), assign=True),
+        lambda m: setattr(m.bias, "data", m.weight.data[:, 0]),
+    ],
+    ids=["share_memory", "data", "parameter", "assign", "a view of another leaf"],
+)
+def test_a_target_that_was_moved_out_of_the_window_takes_weights_all_the_same(change):
+    source, target = randomise(nn.Linear(3, 2), 1), nn.Linear(3, 2)
+    staged = switched(target, source)
+    change(target)
+    for seed in (2, 3):
+        pushed(staged, randomise(source, seed))
+        assert_same_bits(values(target), values(source))
+
+
+def test_a_target_of_another_shape_in_the_same_memory_is_refused_and_left_alone():
+    source, target = randomise(nn.Linear(3, 2), 1), nn.Linear(3, 2)
+    staged = switched(target, source)
+    target.weight.data = target.weight.data[:1]
+    before = values(target)
+    with pytest.raises(LayoutMismatchError, match=r"weight: sender float32\[2, 3\], receiver float32\[1, 3\]"):
+        pushed(staged, randomise(source, 2))
+    assert_same_bits(values(target), before)
+
+
+def test_what_the_target_wrote_into_its_weights_is_rolled_back_to():
+    source, target = randomise(nn.Linear(3, 2), 1), nn.Linear(3, 2)
+    staged = switched(target, source)
+    target.weight.data[0, 0] = 7
+    before = values(target)
+    staged.fill(randomise(source, 2))
+    staged.apply_filled(keep_backup=True)
+    assert_same_bits(values(target), values(source))
+    staged.roll_back()
+    assert_same_bits(values(target), before)
+
+
+def test_the_first_version_can_be_rolled_back_too():
+    source, target = randomise(nn.Linear(3, 2), 1), nn.Linear(3, 2)
+    before = values(target)
+    staged = bound(target, source, SWITCHED)
+    staged.fill(source)
+    staged.apply_filled(keep_backup=True)
+    staged.roll_back()
+    assert_same_bits(values(target), before)
+
+
+def test_until_the_first_version_the_target_lives_where_it_did():
+    target = nn.Linear(3, 2)
+    address = target.weight.data_ptr()
+    bound(target, nn.Linear(3, 2), SWITCHED).fill()
+    assert target.weight.data_ptr() == address
+
+
+def test_a_detached_target_keeps_its_weights_and_its_ties():
+    source, target = randomise(Tied(), 1), Tied()
+    staged = switched(target, source)
+    staged.detach()
+    assert not staged.holds_slot
+    assert target.decoder.weight is target.encoder.weight
+    assert_same_bits(values(target), values(source))
+    pushed(staged, randomise(source, 2))
+    assert_same_bits(values(target), values(source))
+
+
+def test_another_layout_moves_the_target_into_another_window():
+    target = nn.ParameterDict({"a": torch.zeros(20), "b": torch.zeros(20)})
+    staged = switched(target, {"a": torch.full((20,), 1.0), "b": torch.full((20,), 2.0)})
+    other = bound(target, {"b": torch.full((20,), 4.0), "a": torch.full((20,), 3.0)}, SWITCHED)
+    staged.bind(other.layout)
+    filled = other.fill()
+    staged.apply(filled.slot, filled.extra, keep_backup=False)
+    assert (target["a"].unique().tolist(), target["b"].unique().tolist()) == ([3.0], [4.0])
