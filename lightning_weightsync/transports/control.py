@@ -226,11 +226,11 @@ class ControlChannel:
             ChannelTimeout: The deadline (monotonic clock, seconds) passed; the channel stays usable.
             ChannelClosed: The other end is gone, or sent something that is no message.
         """
-        while True:
-            message = self.poll()
-            if message is not None:
-                return message
+        message = self._parse()
+        while message is None:
             self._wait(write=False, deadline=deadline)
+            message = self.poll()
+        return message
 
     def poll(self) -> Message | None:
         """The next message, if it has arrived in full; never blocks, and reads at most a megabyte."""
@@ -323,13 +323,13 @@ class ControlChannel:
                 raise ChannelClosed("this end was closed")
             while True:
                 remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
-                    raise ChannelTimeout("the deadline passed while waiting on the channel")
                 # Another thread's close() need not wake a poll on the same descriptor: look again now and then.
-                if poller.poll(200 if remaining is None else min(200, max(1, remaining * 1000))):
+                if poller.poll(200 if remaining is None else min(200, max(0, remaining * 1000))):
                     return
                 if self._closed:
                     raise ChannelClosed("this end was closed")
+                if remaining is not None and remaining <= 0:
+                    raise ChannelTimeout("the deadline passed while waiting on the channel")
         except ValueError as error:
             raise ChannelClosed("this end was closed") from error
 

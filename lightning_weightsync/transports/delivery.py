@@ -40,6 +40,8 @@ class ErrandState(Enum):
     FAILED = "failed"
     SUPERSEDED = "superseded"
 
+    __hash__ = object.__hash__  # Enum's own is a call into Python, for each look into a table
+
 
 _MOVES = {
     ErrandState.QUEUED: {ErrandState.SENT, ErrandState.FAILED, ErrandState.SUPERSEDED},

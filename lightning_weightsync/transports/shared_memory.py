@@ -72,8 +72,7 @@ class SharedMemoryTransport:
         """A worker has answered: if it has applied the slot, it holds this one and no other."""
         if applied and self._holding.get(worker_idx) and self._links[worker_idx].state is LinkState.OPEN:
             holder = ("worker", worker_idx, self._links[worker_idx].generation)
-            self._pool.hold(slot, holder)
-            self._pool.release_all(holder, keep=slot)
+            self._pool.hold_only(slot, holder)
 
     def close(self) -> None:
         """Nothing of its own: the pool is its owner's."""

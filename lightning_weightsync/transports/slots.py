@@ -94,12 +94,12 @@ class SlotPool:
             slot.holders.discard(holder)
         self._dispose()
 
-    def release_all(self, holder: Hashable, *, keep: Slot) -> None:
-        """``holder`` needs none of the slots any more, except one."""
+    def hold_only(self, slot: Slot, holder: Hashable) -> None:
+        """Keep this slot's bytes as they are for ``holder``, which needs none of the others any more."""
         with self._mutex:
-            for slot in self._slots.values():
-                if slot is not keep:
-                    slot.holders.discard(holder)
+            for other in self._slots.values():
+                other.holders.discard(holder)
+            slot.holders.add(holder)
         self._dispose()
 
     def retire_all(self, holder: Hashable) -> None:

@@ -60,9 +60,8 @@ class Destination(StagedModel):
     def keep(self) -> None:
         """The slot that was filled last is in force: what was in force before may be written again."""
         super().keep()
-        self._pool.hold(self._slot, "in force")
-        self._pool.release_all("in force", keep=self._slot)
-        self._pool.release_all("filled", keep=self._slot)
+        self._pool.hold_only(self._slot, "in force")
+        self._pool.hold_only(self._slot, "filled")
         self._pool.release(self._slot, "filled")
 
     def push(self, weights: Weights | None = None, *, keep_backup: bool = False) -> None:

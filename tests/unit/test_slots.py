@@ -98,11 +98,11 @@ def test_holding_and_releasing_twice_is_the_same_as_once(make):
     assert pool.try_acquire("other") is slot
 
 
-def test_release_all_gives_back_every_slot_of_a_holder_but_one(make):
+def test_hold_only_gives_back_every_slot_of_a_holder_but_one(make):
     pool = make()
     slots = [pool.try_acquire("worker") for _ in range(3)]
     pool.hold(slots[1], "another")
-    pool.release_all("worker", keep=slots[2])
+    pool.hold_only(slots[2], "worker")
     assert [sorted(slot.holders) for slot in slots] == [[], ["another"], ["worker"]]
     assert pool.try_acquire("writer") is slots[0]
     assert pool.try_acquire("writer") is None
@@ -141,7 +141,7 @@ def test_a_slot_that_retires_while_others_hold_it_stays_until_the_last_has_let_g
     assert (told, len(pool), slot.holders) == ([], 1, {"writer", "second", "third"})
     assert indices(pool, 3) == [1, 2]  # a retired slot does not count
     pool.release(slot, "writer")
-    pool.release_all("second", keep=slot)
+    pool.hold_only(slot, "second")
     assert told == []
     pool.release(slot, "second")
     assert told == []
