@@ -1,12 +1,15 @@
-"""How do many leaves get into one slot quickly? Neighbours that are small travel together, as bytes.
+"""How do leaves get into a slot quickly, on a machine whose cores are busy?
 
 A copy of a small tensor is all overhead, so runs of small leaves are concatenated into the part of the slot that they
-fill, padding included: one operation for a whole model, in the usual case. Large leaves, and those that need a cast or
-lie elsewhere than in one piece on the CPU, are copied one by one.
+fill, padding included: one operation for a whole model, in the usual case. A large leaf is moved by the calling thread
+alone: one core saturates the memory, and torch's parallel copy takes ten times as long where its threads must wait for
+a core (docs/performance.md). Leaves that need a cast, or lie elsewhere than in one piece on the CPU, are torch's
+business.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +20,7 @@ from lightning_weightsync.schemes.strategy import write
 from lightning_weightsync.transports.layout import Leaf, WeightLayout
 from lightning_weightsync.transports.slots import Slot
 
-_SMALL = 64 << 10
+_LARGE = 64 << 10
 
 
 @dataclass
@@ -42,50 +45,55 @@ class Gather:
         layout: Of the slots.
         tensors: The live tensors of its stored leaves, in its order; read by each ``copy_to``. They must stay in their
             memory: make another one when ``Leaves`` says that they have not.
+        join: Whether to join small leaves, which pays for tensors that are copied more than once.
     """
 
-    def __init__(self, layout: WeightLayout, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, layout: WeightLayout, tensors: Sequence[Tensor], *, join: bool = True) -> None:
         self._runs: list[_Run] = []
-        self._single: list[int] = []
-        self._tensors: list[Tensor] = []
-        pending: list[tuple[int, Leaf, Tensor]] = []
+        self._large: list[tuple[Leaf, Tensor]] = []
+        self._others: list[tuple[int, Tensor]] = []
+        run: list[tuple[int, Leaf, Tensor]] = []
         for position, (leaf, tensor) in enumerate(zip(layout.leaves, tensors, strict=True)):
-            if _is_small(leaf, tensor):
-                pending.append((position, leaf, tensor))
+            plain = leaf.nbytes > 0 and _is_plain(leaf, tensor)
+            if plain and join and leaf.nbytes < _LARGE:
+                run.append((position, leaf, tensor))
                 continue
-            self._flush(pending)
-            self._alone(position, tensor)
-        self._flush(pending)
+            self._end(run)
+            if plain and leaf.nbytes >= _LARGE:
+                self._large.append((leaf, tensor))
+            else:
+                self._others.append((position, tensor))
+        self._end(run)
 
     def copy_to(self, slot: Slot) -> None:
         """Copy the values of now."""
         with torch.inference_mode():
             for run in self._runs:
                 torch.cat(run.parts, out=slot.memory[run.start : run.end])
-        if self._single:
-            views = slot.views
-            write([views[position] for position in self._single], self._tensors)
+        if self._others:
+            write([slot.views[position] for position, _ in self._others], [tensor for _, tensor in self._others])
+        start = slot.memory.data_ptr()
+        for leaf, tensor in self._large:
+            ctypes.memmove(start + leaf.offset, tensor.data_ptr(), leaf.nbytes)
 
-    def _alone(self, position: int, tensor: Tensor) -> None:
-        self._single.append(position)
-        self._tensors.append(tensor)
-
-    def _flush(self, pending: list[tuple[int, Leaf, Tensor]]) -> None:
-        if len(pending) < 2:
-            for position, _, tensor in pending:
-                self._alone(position, tensor)
+    def _end(self, run: list[tuple[int, Leaf, Tensor]]) -> None:
+        if len(run) < 2:
+            self._others += [(position, tensor) for position, _, tensor in run]
         else:
-            run = _Run(pending[0][1].offset, pending[0][1].offset)
-            for _, leaf, tensor in pending:
-                if leaf.offset > run.end:
-                    run.parts.append(torch.zeros(leaf.offset - run.end, dtype=torch.uint8))
-                run.parts.append(tensor.detach().view(-1).view(torch.uint8))
-                run.end = leaf.offset + leaf.nbytes
-            self._runs.append(run)
-        pending.clear()
+            joined = _Run(run[0][1].offset, run[0][1].offset)
+            for _, leaf, tensor in run:
+                if leaf.offset > joined.end:
+                    joined.parts.append(torch.zeros(leaf.offset - joined.end, dtype=torch.uint8))
+                joined.parts.append(tensor.detach().view(-1).view(torch.uint8))
+                joined.end = leaf.offset + leaf.nbytes
+            self._runs.append(joined)
+        run.clear()
 
 
-def _is_small(leaf: Leaf, tensor: Tensor) -> bool:
-    if not 0 < leaf.nbytes < _SMALL or tensor.dtype != leaf.torch_dtype or not tensor.is_cpu:
+def _is_plain(leaf: Leaf, tensor: Tensor) -> bool:
+    """Whether its bytes are the leaf's, in one piece."""
+    if type(tensor.data) is not Tensor:  # a subclass may keep its values elsewhere
         return False
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if tensor.dtype != leaf.torch_dtype or not tensor.is_cpu or not tensor.is_contiguous():
+        return False
+    return not tensor.is_conj() and not tensor.is_neg()

@@ -20,7 +20,6 @@ from lightning_weightsync.schemes.strategy import (
     mismatch_text,
     non_persistent,
     same_values,
-    write,
 )
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.slots import Slot
@@ -66,16 +65,14 @@ class Source:
                 self._gather = Gather(self.layout, self._agreed(leaves.tensors, self.weights))
                 self._extra_parts = stateful_parts(self.weights)
                 self._leaves = leaves  # once they are accepted: leaves that were refused are refused again
-            given, parts = None, self._extra_parts
+            gather, parts = self._gather, self._extra_parts
             self._check_ties(self._leaves.tensors)
         else:
-            given, parts = self._agreed(self._strategy.leaves(weights), weights), stateful_parts(weights)
+            given = self._agreed(self._strategy.leaves(weights), weights)
+            gather, parts = Gather(self.layout, given, join=False), stateful_parts(weights)
         if sorted(parts) != self.extra_keys and isinstance(weights if weights is not None else self.weights, nn.Module):
             self._raise(sorted(set(self.extra_keys) - set(parts)), sorted(set(parts) - set(self.extra_keys)), {})
-        if given is None:
-            self._gather.copy_to(slot)
-        else:
-            write(slot.views, given)
+        gather.copy_to(slot)
         return pack(parts)
 
     def _agreed(self, leaves: dict[str, Tensor], weights: Weights) -> list[Tensor]:

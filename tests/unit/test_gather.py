@@ -16,13 +16,13 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def gathered(tensors, layout=None):
+def gathered(tensors, layout=None, **options):
     """The leaves of a slot that had other bytes in it before, after one copy; and the slot."""
     layout = WeightLayout.of(tensors) if layout is None else layout
     pool = SlotPool(layout, 1, shared=False)
     slot = pool.try_acquire("test")
     slot.memory.fill_(0xA5)
-    Gather(layout, [tensors[leaf.name] for leaf in layout.leaves]).copy_to(slot)
+    Gather(layout, [tensors[leaf.name] for leaf in layout.leaves], **options).copy_to(slot)
     return dict(zip((leaf.name for leaf in layout.leaves), slot.views, strict=True))
 
 
@@ -32,8 +32,9 @@ def random_bytes(*shape, dtype):
     return torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
 
 
+@pytest.mark.parametrize("join", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_leaf_lands_bit_for_bit(seed):
+def test_every_leaf_lands_bit_for_bit(seed, join):
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     tensors = {}
@@ -44,7 +45,7 @@ def test_every_leaf_lands_bit_for_bit(seed):
         if len(shape) == 2 and index % 2:
             tensor = tensor.t()
         tensors[f"leaf{index}"] = tensor
-    found = gathered(tensors)
+    found = gathered(tensors, join=join)
     assert list(found) == list(tensors)
     for name, tensor in tensors.items():
         assert bits(found[name]) == bits(tensor), name
