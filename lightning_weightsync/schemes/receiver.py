@@ -282,6 +282,8 @@ class ReceiverLink:
             channel.send("digested", model_id=message["model_id"], digest=digest)
         elif message.kind == "close":
             raise ChannelClosed("the sender closed the link")
+        elif message.kind == "refused":
+            raise ChannelClosed(f"the sender has given this worker up: {message['reason']}")
         else:
             raise ChannelClosed(f"the sender sent {message.kind!r}, which is no request")
 
