@@ -22,7 +22,8 @@ from lightning_weightsync.collectors.process import WorkerProcess
 from lightning_weightsync.collectors.rollouts import BatchReader
 from lightning_weightsync.errors import WeightSyncTimeout, WorkerDied, WorkerError
 from lightning_weightsync.schemes.base import WeightSyncScheme
-from lightning_weightsync.schemes.push import PerWorker, is_per_worker, push_models
+from lightning_weightsync.schemes.joining import connect_workers
+from lightning_weightsync.schemes.push import PerWorker, push_models
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.control import ChannelClosed, Message
 from lightning_weightsync.transports.hub import LinkHub
@@ -121,7 +122,6 @@ class WorkerPool:
         deadline = started + self.hub.connect_timeout
         info = self.hub.info if self.schemes else None
         blob = _pickled(factory, self.schemes, info)
-        everybody = list(range(self.num_workers))
         self._told_to_build = True
         for index, worker in enumerate(self._workers):
             self._send(
@@ -135,12 +135,8 @@ class WorkerPool:
             )
         self._await("built", deadline, look_around)
         if self.schemes:
-            self.hub.accept(everybody, deadline)
-            for model_id, scheme in self.schemes.items():
-                given = weights[model_id]
-                like = next(iter(given.values())) if is_per_worker(given) else given
-                scheme.attach(like, everybody, deadline)
-            self.push(weights, everybody, timeout=deadline - time.monotonic(), initial=True).wait()
+            given = {scheme: weights[model_id] for model_id, scheme in self.schemes.items()}
+            connect_workers(self.hub, given, range(self.num_workers), deadline)
         self._await("connected", deadline, look_around)
 
     def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
@@ -153,12 +149,11 @@ class WorkerPool:
         worker_ids: Sequence[int],
         *,
         timeout: float,
-        initial: bool = False,
         replaceable: bool = False,
     ) -> PushHandle:
         """Put one version of these destinations on its way to these workers; see ``push_models``."""
         given = {self.schemes[model_id]: value for model_id, value in weights.items()}
-        return push_models(self.hub, given, worker_ids, timeout=timeout, initial=initial, replaceable=replaceable)
+        return push_models(self.hub, given, worker_ids, timeout=timeout, replaceable=replaceable)
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
         """One batch from every worker, in worker order; valid until the next call. Blocks on the slowest.
@@ -186,7 +181,7 @@ class WorkerPool:
         """SHA-256 over each worker's live leaves, in layout order."""
         phase = f"digest of {model_id!r}"
         answers = self.hub.ask(
-            range(self.num_workers),
+            self.hub.links.values(),
             lambda link: link.channel.send("digest", model_id=model_id),
             {"digested"},
             phase=phase,

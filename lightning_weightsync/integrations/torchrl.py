@@ -149,17 +149,24 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
         self._gate_forward(model)
         self.context = context
 
-    def connect(self, weights: Weights | None = None, *, worker_idx: int | None = None) -> None:
+    def connect(
+        self,
+        weights: Weights | None = None,
+        *,
+        worker_idx: int | None = None,
+        worker_ids: int | Sequence[int] | None = None,
+    ) -> None:
         """See ``WeightSyncScheme``.
 
         Args:
             weights: Sender only: the source, if it was not bound before.
             worker_idx: Receiver only: in TorchRL's numbering.
+            worker_ids: Sender only: 0-based; of the workers to wait for, once all have been connected.
         """
-        super().connect(weights, worker_idx=self._our_index(worker_idx))
+        super().connect(weights, worker_idx=self._our_index(worker_idx), worker_ids=worker_ids)
         if self._role == "receiver":
             self._check_filled()
-        elif self._processes is not None:
+        elif self._processes is not None and self._watch is None:
             self._processes.connecting = False
             self._watch = _EndWatch(self)
         self._connected = True

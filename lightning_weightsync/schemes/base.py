@@ -11,6 +11,7 @@ after ``init_on_sender``, where its sender can be reached): sockets, gates, thre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tensordict import TensorDict
@@ -42,21 +43,37 @@ class WeightSyncScheme(SenderSide, ReceiverSide):
         wire_dtype: Floating-point leaves travel in this dtype; the receiver keeps its own.
     """
 
-    def connect(self, weights: Weights | None = None, *, worker_idx: int | None = None) -> None:
+    def connect(
+        self,
+        weights: Weights | None = None,
+        *,
+        worker_idx: int | None = None,
+        worker_ids: int | Sequence[int] | None = None,
+    ) -> None:
         """Meet the other side: equal layouts and the current weights, or an error on each side that is alive.
 
         Blocks: the sender on all its workers, a receiver on its sender, each for at most ``connect_timeout``.
 
+        A sender that is connected waits for replacements: for those of workers that it has lost, or of those that are
+        named, which are fenced off as soon as their replacement has joined. A replacement starts from what was pushed
+        last, under the same version. Pushes to the other workers go on meanwhile, and whatever goes wrong leaves them
+        alone. With nobody to wait for, it returns at once.
+
+        A receiver whose link has ended joins again, as its own replacement.
+
         Args:
-            weights: Sender only: the source, if it was not bound before.
+            weights: Sender's first time only: the source, if it was not bound before.
             worker_idx: Receiver only: its index, if it was not given before.
+            worker_ids: Sender only: the workers to wait for, once all have been connected.
 
         Raises:
             LayoutMismatchError: The leaves differ; names each.
             WeightSyncTimeout: Somebody did not come in time; names who.
+            WeightSyncError: A worker could not be connected; ``.failed`` names each. The first time, a failure shuts
+                the sender down.
         """
         if self._role == "sender":
-            self._connect_sender(weights)
+            self._connect_sender(weights, worker_ids)
         elif self._role == "receiver":
             self._connect_receiver(worker_idx)
         else:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.newest import NewestWeights
 from lightning_weightsync.schemes.receiver import ReceiverLink
 from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.staging import StagedModel
@@ -79,6 +80,7 @@ class SchemeCore(ABC):
         self._owns_hub = False
         self._reader: Source | None = None
         self._pool: SlotPool | None = None
+        self._newest: NewestWeights | None = None
         self._transports: dict[int, SenderTransport] = {}
         self._store_info: StoreInfo | None = None
         self._staged: StagedModel | None = None
@@ -159,6 +161,7 @@ class SchemeCore(ABC):
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
+        self._newest = None
         if self._pool is not None:
             self._pool.close()
         self._ended = True

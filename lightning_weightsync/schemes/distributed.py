@@ -127,7 +127,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def shares(self, link: WorkerLink) -> bool:
         """Whether this worker maps the sender's slots: it is on this host, and ``same_host`` allows it."""
-        return self.wants_local and link.local
+        # Slots are of one kind: if all those who connected first are elsewhere, they are private memory.
+        return self.wants_local and link.local and (self._pool is None or self._pool.shared)
 
     def create_transport(self, **kwargs: Any) -> SenderTransport | ReceiverTransport:
         """One end of the shared slots, or of a pair group.

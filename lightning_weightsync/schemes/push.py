@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.pushing import Payload, PushHandle
 from lightning_weightsync.transports.slots import Slot
 
@@ -29,6 +30,14 @@ class Pushable(Protocol):
         """``holder`` does not need the slot any more."""
         ...
 
+    def keep_newest(self, worker_ids: Iterable[int], slot: Slot, extra: bytes) -> None:
+        """This snapshot is what a replacement of one of these workers starts from."""
+        ...
+
+    def newest(self, worker_idx: int) -> tuple[Slot, bytes] | None:
+        """The newest snapshot for a worker, if it is still there."""
+        ...
+
     def payload(self, worker_idx: int, slot: Slot, extra: bytes) -> Payload:
         """What the hub is handed for one worker."""
         ...
@@ -45,6 +54,7 @@ def push_models(
     timeout: float,
     initial: bool = False,
     replaceable: bool = False,
+    links: Mapping[int, WorkerLink] | None = None,
 ) -> PushHandle:
     """Take one version, snapshot several models as it, and put it on its way; the caller may wait for the handle.
 
@@ -55,6 +65,7 @@ def push_models(
         timeout: Bounds the whole push, in seconds.
         initial: Deliver the current version instead of taking a new one.
         replaceable: Whether a newer push of the same models may take its place where it has not been sent.
+        links: Of workers that are connecting; ``None`` for those that are connected.
 
     Raises:
         LayoutMismatchError: Weights are not those of ``connect``; nothing was sent and no version taken.
@@ -62,17 +73,18 @@ def push_models(
     """
     started = time.monotonic()
     holder = _Snapshot()
-    taken: list[tuple[Pushable, Slot]] = []
+    taken: list[tuple[Pushable, Iterable[int], Slot, bytes]] = []
     with hub.pushing:
         hub.check_open()
         try:
+            everybody = range(hub.num_workers)
             payloads: dict[int, list[Payload]] = {index: [] for index in worker_ids}
             failed: dict[int, Exception] = {}
             scheme: Pushable
             for scheme, given in weights.items():
                 for indices, own in _per_slot(scheme, given, worker_ids):
                     slot, extra = scheme.snapshot(own, holder, started + timeout)
-                    taken.append((scheme, slot))
+                    taken.append((scheme, everybody if indices is worker_ids else indices, slot, extra))
                     for index in indices:
                         try:
                             payloads[index].append(scheme.payload(index, slot, extra))
@@ -80,14 +92,37 @@ def push_models(
                             failed[index] = error
             if not initial:
                 hub.version += 1
+            for pushed, meant_for, slot, extra in taken:
+                pushed.keep_newest(meant_for, slot, extra)
             reachable = {index: several for index, several in payloads.items() if index not in failed}
             remaining = max(0.001, timeout - (time.monotonic() - started))
-            handle = hub.push(reachable, hub.version, timeout=remaining, initial=initial, replaceable=replaceable)
+            handle = hub.push(
+                reachable, hub.version, timeout=remaining, initial=initial, replaceable=replaceable, links=links
+            )
             handle.failed |= failed
             return handle
         finally:
-            for scheme, slot in taken:
-                scheme.release(slot, holder)
+            for pushed, _, slot, _ in taken:
+                pushed.release(slot, holder)
+
+
+def push_newest(
+    hub: LinkHub, schemes: Collection[Pushable], links: Mapping[int, WorkerLink], *, timeout: float
+) -> PushHandle:
+    """Put what was pushed last on its way to workers that are connecting, under its own version.
+
+    If the newest snapshot's slot has been needed for a push that then failed, nobody has its bytes any more: the
+    sources are read again, as a new version.
+    """
+    with hub.pushing:
+        payloads: dict[int, list[Payload]] = {index: [] for index in links}
+        for scheme in schemes:
+            for index in links:
+                newest = scheme.newest(index)
+                if newest is None:
+                    return push_models(hub, dict.fromkeys(schemes), list(links), timeout=timeout, links=links)
+                payloads[index].append(scheme.payload(index, *newest))
+        return hub.push(payloads, hub.version, timeout=timeout, initial=True, links=links)
 
 
 class _Snapshot:

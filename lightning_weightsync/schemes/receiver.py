@@ -154,7 +154,8 @@ class ReceiverLink:
             return False
         except ChannelClosed as error:
             self.end(error)
-            raise WeightSyncError(f"worker {self.worker_idx}: the link to the sender has ended: {error}") from error
+            why = self.cause or error
+            raise WeightSyncError(f"worker {self.worker_idx}: the link to the sender has ended: {why}") from error
 
     def safe_point(self) -> bool:
         """Commit in the calling thread what the background thread has staged; whether it switched."""
@@ -184,6 +185,8 @@ class ReceiverLink:
             if self.closed:
                 return
             self.closed = True
+            if isinstance(cause, ChannelClosed) and self._channel is not None:
+                cause = ChannelClosed(_last_words(self._channel, str(cause)))
             self.cause = cause
         if keep_models:
             self._leave_slots()
@@ -282,6 +285,8 @@ class ReceiverLink:
             channel.send("digested", model_id=message["model_id"], digest=digest)
         elif message.kind == "close":
             raise ChannelClosed("the sender closed the link")
+        elif message.kind == "refused":
+            raise ChannelClosed(_given_up(message))
         else:
             raise ChannelClosed(f"the sender sent {message.kind!r}, which is no request")
 
@@ -350,8 +355,9 @@ class ReceiverLink:
             staged, extras = self._stage(message, deadline)
         except TransferFailed as error:
             push.abort(error)
+            reason = _last_words(channel, f"the transfer of version {version} broke: {error}")
             channel.close()
-            raise ChannelClosed(f"the transfer of version {version} broke: {error}") from error
+            raise ChannelClosed(reason) from error
         try:
             check_newer((self.run, self.version), (run, version), initial=message["initial"])
             push.stage(
@@ -406,6 +412,21 @@ def _reason_for(error: BaseException) -> str:
     if isinstance(error, StaleVersionError):
         return "stale"
     return "deadline" if isinstance(error, WeightSyncTimeout) else "user"
+
+
+def _last_words(channel: ControlChannel, otherwise: str) -> str:
+    """Why the sender has given this worker up, if that is among what has not been read yet."""
+    with contextlib.suppress(ChannelClosed):
+        while (message := channel.poll()) is not None:
+            if message.descriptor >= 0:
+                os.close(message.descriptor)
+            if message.kind == "refused":
+                return _given_up(message)
+    return otherwise
+
+
+def _given_up(message: Message) -> str:
+    return f"the sender has given this worker up: {message['reason']}"
 
 
 def layout_of_offer(offer: Message) -> WeightLayout:

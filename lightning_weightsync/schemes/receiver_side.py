@@ -59,7 +59,7 @@ class ReceiverSide(SchemeCore):
         if model is None:
             self._role = None
             raise ValueError(f"{model_id!r}: give the model, or the context on which it is found")
-        self._staged = StagedModel(model_id, model, self.strategy, strict=self.strict, may_switch=self.apply == "auto")
+        self._staged = self._holding(model)
         self._staged.applied_hooks += self._hooks
         if hasattr(context, "update_policy_weights_"):
             self._staged.applied_hooks.append(self._hand_on)
@@ -154,6 +154,12 @@ class ReceiverSide(SchemeCore):
     def _connect_receiver(self, worker_idx: int | None) -> None:
         if worker_idx is not None:
             self._worker_idx = worker_idx
+        if self._owns_link and not self._ended and self._link is not None and self._link.closed:
+            # It ended by itself, and has moved the model out of the sender's slots: join again, as a new worker does.
+            self._link = None
+            before = self._receiving()
+            self._staged = self._holding(before.target)
+            self._staged.applied_hooks = before.applied_hooks
         if self._link is None:
             if self._worker_idx is None:
                 raise ValueError("worker_idx is not known: give it to init_on_receiver() or connect()")
@@ -168,6 +174,10 @@ class ReceiverSide(SchemeCore):
         self._link.connect(time.monotonic() + timeout)
         if self._owns_link and not self.sync:
             self._link.start_service()
+
+    def _holding(self, model: Weights) -> StagedModel:
+        may_switch = self.apply == "auto"
+        return StagedModel(self._known_model_id(), model, self.strategy, strict=self.strict, may_switch=may_switch)
 
     def _hand_on(self, model: Any, version: int) -> None:
         self._context.update_policy_weights_(weights=self._receiving().copy(), model_id=self._model_id)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.schemes.core import SchemeCore
+from lightning_weightsync.schemes.joining import connect_workers, reconnect_workers
+from lightning_weightsync.schemes.newest import NewestWeights
 from lightning_weightsync.schemes.push import push_models
 from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.strategy import Weights
@@ -113,20 +115,23 @@ class SenderSide(SchemeCore):
         hub.dispatcher.run_in_background()
         return handle
 
-    def attach(self, weights: Weights | None, worker_ids: Sequence[int], deadline: float) -> None:
-        """Agree on the layout with each worker and open the transports; part of ``connect``.
+    def attach(self, weights: Weights | None, links: Mapping[int, WorkerLink], deadline: float) -> None:
+        """Agree on the layout with workers that are connecting, and open the transports; see ``schemes.joining``.
 
-        A group calls it for each of its schemes, and then pushes all of them as one version.
+        Args:
+            weights: The source, if it was not bound before; what a scheme was connected with once is kept.
+            links: The workers.
+            deadline: On the monotonic clock, in seconds.
 
         Raises:
             LayoutMismatchError: The leaves differ, in any worker; ``.failed`` names the workers.
             WeightSyncError: A worker did not answer, or cannot use this backend.
         """
         hub = self._sender_hub()
-        if weights is not None:
-            self._source = weights
         model_id = self._known_model_id()
-        reader = Source(model_id, self._bound(), self.strategy, self.wire_dtype)
+        if self._reader is None and weights is not None:
+            self._source = weights
+        reader = self._reader or Source(model_id, self._bound(), self.strategy, self.wire_dtype)
         if not reader.layout.leaves:
             raise ValueError(f"the source of {model_id!r} has neither parameters nor buffers")
         layout = reader.layout.to_json()
@@ -152,32 +157,32 @@ class SenderSide(SchemeCore):
                 )
 
             verdicts = {"attached", "mismatch", "attach_failed"}
-            answers = hub.ask(worker_ids, offer, verdicts, phase=phase, deadline=deadline)
+            answers = hub.ask(links.values(), offer, verdicts, phase=phase, deadline=deadline)
             _raise_refusals(model_id, answers.replies, answers.failed, phase)
+            if self._pool is None:
+                self._pool = SlotPool(reader.layout, max_slots, shared=any(map(self.shares, links.values())))
+                self._newest = NewestWeights(self._pool)
+                self._pool.prefault(2)
             self._reader = reader
-            self._pool = SlotPool(reader.layout, max_slots, shared=any(self.shares(hub.links[i]) for i in worker_ids))
-            self._pool.prefault(2)
 
             def open_transport(link: WorkerLink) -> None:
                 budget = float(deadline - time.monotonic())
                 link.channel.send("open", model_id=model_id, budget=budget, deadline=deadline)
 
             phase = f"opening the transport of {model_id!r}"
-            opened = hub.ask(worker_ids, open_transport, {"opening"}, phase=phase, deadline=deadline)
+            opened = hub.ask(links.values(), open_transport, {"opening"}, phase=phase, deadline=deadline)
             raise_failures(opened.failed, phase)
-            for index in worker_ids:
-                link = hub.links[index]
+            for index, link in links.items():
                 holds = bool(answers.replies[index]["holds"])
                 transport = self.create_transport(link=link, offer=transport_offer(link), holds=holds)
                 if transport is not self.shared_transport:
                     link.when_ended(transport.close)
+                self._transports[index] = transport
                 started = time.monotonic()
                 try:
                     transport.connect(deadline)
                 except TransferFailed as error:
-                    cause = hub.lose(link, phase, time.monotonic() - started, error)
-                    raise_failures({index: cause}, phase)
-                self._transports[index] = transport
+                    raise_failures({index: hub.lose(link, phase, time.monotonic() - started, error)}, phase)
 
     def snapshot(self, weights: Weights | None, holder: object, deadline: float) -> tuple[Slot, bytes]:
         """Copy weights (``None``: what was bound) into a free slot, which ``holder`` then holds.
@@ -189,12 +194,14 @@ class SenderSide(SchemeCore):
             LayoutMismatchError: They are not the weights of ``connect``.
             WeightSyncTimeout: No slot became free by the deadline (monotonic clock, seconds).
         """
-        if self._reader is None or self._pool is None:
+        if self._reader is None or self._pool is None or self._newest is None:
             raise RuntimeError(f"scheme {self._model_id!r} is not connected: call connect() first")
-        pool, taken = self._pool, []
+        pool, newest, taken = self._pool, self._newest, []
 
         def got_slot() -> bool:
             slot = pool.try_acquire(holder)
+            if slot is None and newest.give_way():
+                slot = pool.try_acquire(holder)
             if slot is not None:
                 taken.append(slot)
             return slot is not None
@@ -218,6 +225,15 @@ class SenderSide(SchemeCore):
         if self._pool is not None:
             self._pool.release(slot, holder)
 
+    def keep_newest(self, worker_ids: Iterable[int], slot: Slot, extra: bytes) -> None:
+        """A snapshot is what a replacement of one of these workers starts from; see ``schemes.newest``."""
+        if self._newest is not None:
+            self._newest.keep(worker_ids, slot, extra)
+
+    def newest(self, worker_idx: int) -> tuple[Slot, bytes] | None:
+        """The newest snapshot for a worker, if it is still there."""
+        return self._newest.of(worker_idx) if self._newest is not None else None
+
     def payload(self, worker_idx: int, slot: Slot, extra: bytes) -> Payload:
         """What a push hands to the hub for one worker."""
         transport = self._transports.get(worker_idx)
@@ -225,21 +241,27 @@ class SenderSide(SchemeCore):
             raise WeightSyncError(f"worker {worker_idx} is not connected for {self._model_id!r}: call connect() first")
         return Payload(self._known_model_id(), self._pool, slot, transport, extra)
 
-    def _connect_sender(self, weights: Weights | None) -> None:
+    def _connect_sender(self, weights: Weights | None, worker_ids: int | Sequence[int] | None) -> None:
         hub = self._sender_hub()
         if not self._owns_hub:
             raise RuntimeError("this scheme uses its group's links: the group connects it")
-        if self._transports:
-            raise NotImplementedError("connecting a second time (a replacement joins) is not there yet")
         deadline = time.monotonic() + hub.connect_timeout
-        everybody = list(range(hub.num_workers))
+        if hub.links:
+            self._reconnect(weights, hub.find_down() if worker_ids is None else hub.check_ids(worker_ids), deadline)
+            return
+        if worker_ids is not None:
+            raise ValueError("worker_ids: the first connect() waits for all workers; later ones for replacements")
         try:
-            hub.accept(everybody, deadline)
-            self.attach(weights, everybody, deadline)
-            push_models(hub, {self: None}, everybody, timeout=deadline - time.monotonic(), initial=True).wait()
+            connect_workers(hub, {self: weights}, hub.check_ids(None), deadline)
         except BaseException:
             self.shutdown()
             raise
+
+    def _reconnect(self, weights: Weights | None, worker_ids: Sequence[int], deadline: float) -> None:
+        if weights is not None:
+            raise ValueError("weights: this scheme is connected, and a replacement starts from what was pushed last")
+        if worker_ids:
+            reconnect_workers(self._sender_hub(), [self], worker_ids, deadline)
 
     def _bound(self) -> Weights:
         if self._source is None:

@@ -120,6 +120,7 @@ class Dispatcher:
         self._lose = lose
         self._queues: dict[int, deque[Errand]] = {}
         self._ready: deque[Errand] = deque()  # first in their queues, and not sent yet
+        self._given_up: deque[tuple[WorkerLink, Exception]] = deque()
         self._looked_around = 0.0
         self._links: dict[int, WorkerLink] = {}
         self._mutex = threading.RLock()
@@ -142,6 +143,16 @@ class Dispatcher:
             self._queues[id(link)] = deque()
             self._poller.register(descriptor, select.POLLIN)
             link.when_ended(lambda: self._forget(descriptor, link))
+        self._wake()  # whoever drives listens to it from now on
+
+    def give_up(self, link: WorkerLink, error: Exception) -> None:
+        """End a link, and fail what is queued for it; returns when that is done, by whoever drives.
+
+        Nobody but the driver ends a link while the exchange goes on: it may be sending on it, or reading its answer.
+        """
+        self._given_up.append((link, error))
+        self.wait_until(lambda: link.state is not LinkState.OPEN)
+        link.end(error)  # if the exchange is over, and nobody drives any more
 
     def submit(self, errands: Iterable[Errand]) -> None:
         """Put errands into their links' queues; does not block. Whoever drives sends them."""
@@ -263,6 +274,8 @@ class Dispatcher:
                 self._tell_progress()
 
     def _send_next(self) -> None:
+        while self._given_up:
+            self._lost(*self._given_up.popleft())
         while self._ready:
             with self._mutex:
                 errand = self._ready.popleft()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -39,6 +39,10 @@ class Watcher(Protocol):
     def cause_of_death(self, worker_idx: int, wait: float) -> Exception | None:
         """Why this worker's process has ended, or ``None`` while it runs (looked at for up to ``wait`` seconds)."""
         ...
+
+
+class Replaced(ConnectionError):
+    """A link is given up because another process has taken the worker's place."""
 
 
 @dataclass
@@ -90,6 +94,8 @@ class LinkHub:
         self._watcher = watcher
         self._rendezvous = Rendezvous(host, local=local)
         self._generations: dict[int, int] = {}
+        self._joining: dict[int, WorkerLink] = {}
+        self._connecting = threading.Lock()
         self._closed = threading.Event()
 
     @property
@@ -120,23 +126,65 @@ class LinkHub:
         if self._closed.is_set():
             raise WeightSyncError("the sender was shut down: call init_on_sender() again, and connect()")
 
-    def accept(self, worker_ids: Collection[int], deadline: float) -> None:
-        """Rendezvous: wait for these workers, and make (or replace) their links. Blocks on all of them.
+    def find_down(self) -> list[int]:
+        """Workers that nobody serves: they never connected, or their link is lost, noticed or not."""
+        for link in list(self.links.values()):
+            if link.state is LinkState.OPEN:
+                try:
+                    link.channel.check_open()
+                except ChannelClosed as error:  # while nobody waited for an answer
+                    self.dispatcher.give_up(link, error)
+        return [index for index in range(self.num_workers) if not self._serves(index)]
+
+    @contextlib.contextmanager
+    def connecting(self, deadline: float) -> Iterator[None]:
+        """Workers connect inside; one thread at a time: two would take each other's workers.
 
         Raises:
-            WeightSyncTimeout: Some did not come by the deadline (monotonic clock, seconds); ``.failed`` names them.
+            WeightSyncTimeout: Another thread was still connecting others at the deadline (monotonic clock, seconds).
+        """
+        if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise WeightSyncTimeout("another thread is connecting workers (phase: rendezvous)")
+        try:
+            yield
+        finally:
+            self._connecting.release()
+
+    @contextlib.contextmanager
+    def in_order(self, deadline: float) -> Iterator[None]:
+        """Holds ``pushing`` inside: no version is taken or put into a queue by another thread meanwhile.
+
+        Raises:
+            WeightSyncTimeout: Another thread's push was still waiting for a slot at the deadline.
+        """
+        if not self.pushing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise WeightSyncTimeout("a push by another thread has waited for a slot all the time (phase: connect)")
+        try:
+            self.check_open()
+            yield
+        finally:
+            self.pushing.release()
+
+    def accept(self, worker_ids: Collection[int], deadline: float) -> dict[int, WorkerLink]:
+        """Rendezvous: wait for these workers, and make their links, which no push uses before ``admit``.
+
+        Blocks on all of them. A worker that had a link before is fenced off by its replacement from here on.
+
+        Raises:
+            WeightSyncTimeout: Some did not come by the deadline (monotonic clock, seconds); ``.failed`` names them, and
+                those that came were sent away.
             WorkerDied: A missing worker's process has ended.
         """
         self.check_open()
         joined = self._rendezvous.accept(worker_ids, deadline, self._watch_missing)
         for index, member in sorted(joined.items()):
             old = self.links.get(index)
-            if old is not None:
-                old.end(WorkerDied(f"worker {index} was replaced by another process (pid {member.pid})"))
+            if old is not None and old.state is LinkState.OPEN:
+                self.dispatcher.give_up(old, Replaced(f"another process (pid {member.pid}) has taken its place"))
             generation = self._generations.get(index, -1) + 1
             self._generations[index] = generation
             link = WorkerLink(index, member.pid, member.channel, generation, member.local)
-            self.links[index] = link
+            self._joining[index] = link
             self.dispatcher.watch(link)
             try:
                 link.channel.send(
@@ -148,7 +196,24 @@ class LinkHub:
                     deadline=deadline,
                 )
             except (ChannelClosed, ChannelTimeout) as error:  # whoever asks it next is told
-                self.lose(link, "rendezvous", 0.0, error)
+                self.dispatcher.give_up(link, error)
+        if self._closed.is_set():  # meanwhile: these links were not there yet
+            self._end_links()
+            self.check_open()
+        return {index: self._joining[index] for index in joined}
+
+    def admit(self, links: Mapping[int, WorkerLink]) -> None:
+        """From now on pushes go to these workers; the caller holds ``pushing``, and has seen to their versions."""
+        self.links |= links
+        for index in links:
+            self._joining.pop(index, None)
+
+    def turn_away(self, links: Mapping[int, WorkerLink], error: BaseException) -> None:
+        """Workers that could not be connected, for this reason, are told so and sent away."""
+        for index, link in links.items():
+            if link.state is LinkState.OPEN:
+                self.dispatcher.give_up(link, ConnectionError(f"not connected: {error}"))
+            self._joining.pop(index, None)
 
     def push(
         self,
@@ -158,6 +223,7 @@ class LinkHub:
         timeout: float,
         initial: bool = False,
         replaceable: bool = False,
+        links: Mapping[int, WorkerLink] | None = None,
     ) -> PushHandle:
         """Put one version on its way to workers; does not block.
 
@@ -167,6 +233,7 @@ class LinkHub:
             timeout: Bounds the push as a whole, in seconds from now.
             initial: The version that a new worker starts from; a worker then need not find it newer.
             replaceable: Whether a newer push of the same models may take its place in a queue.
+            links: Of workers that are connecting; ``None`` for those that have been admitted.
 
         Returns:
             The handle; whoever waits for it drives the exchange (or ``dispatcher.run_in_background``).
@@ -177,7 +244,7 @@ class LinkHub:
         deadline = time.monotonic() + timeout
         announcement = Announcement(self.run, version, initial, deadline, timeout)
         for index, several in payloads.items():
-            link = self.links.get(index)
+            link = (self.links if links is None else links).get(index)
             if link is None or link.state is not LinkState.OPEN:
                 handle.failed[index] = _down(index, link, phase)
                 continue
@@ -190,7 +257,7 @@ class LinkHub:
 
     def ask(
         self,
-        worker_ids: Collection[int],
+        links: Iterable[WorkerLink],
         request: Callable[[WorkerLink], None],
         expected: Collection[str],
         *,
@@ -205,10 +272,9 @@ class LinkHub:
         self.check_open()
         answers = Answers()
         errands = []
-        for index in worker_ids:
-            link = self.links.get(index)
-            if link is None or link.state is not LinkState.OPEN:
-                answers.failed[index] = _down(index, link, phase)
+        for link in links:
+            if link.state is not LinkState.OPEN:
+                answers.failed[link.worker_idx] = _down(link.worker_idx, link, phase)
             else:
                 errands.append(Errand(link, request, expected, phase=phase, deadline=deadline))
         self.dispatcher.submit(errands)
@@ -226,12 +292,19 @@ class LinkHub:
             return
         self._closed.set()
         self.dispatcher.close()
-        for link in self.links.values():
+        self._end_links()
+        self._rendezvous.close()
+
+    def _end_links(self) -> None:
+        for link in (*self.links.values(), *self._joining.values()):
             if link.state is LinkState.OPEN:
                 with contextlib.suppress(ChannelClosed, ChannelTimeout):
                     link.channel.try_send("close")
             link.end()
-        self._rendezvous.close()
+
+    def _serves(self, worker_idx: int) -> bool:
+        link = self.links.get(worker_idx)
+        return link is not None and link.state is LinkState.OPEN
 
     def _count_bytes(self, nbytes: int) -> None:
         self.bytes_pushed += nbytes
@@ -256,6 +329,8 @@ class LinkHub:
             cause = WeightSyncTimeout(f"{who}: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
         else:
             cause = WorkerDied(f"{who} is gone: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
+        with contextlib.suppress(ChannelClosed):  # a worker that was stopped, or replaced, reads it when it goes on
+            link.channel.try_send("refused", reason=str(error))
         link.end(cause)
         return cause
 

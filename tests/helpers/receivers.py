@@ -78,10 +78,14 @@ class ReceiverProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def wait_ready(self) -> None:
+        """Wait until it has imported everything."""
+        self._ready.result(START_SECONDS)
+
     def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
         """Start ``function(box, *args, **kwargs)`` over there; does not wait for it."""
         self.used = True
-        self._ready.result(START_SECONDS)
+        self.wait_ready()
         with _test_modules_by_value():
             blob = cloudpickle.dumps((function, args, kwargs))
         with self._sending:
@@ -170,6 +174,11 @@ class ReceiverPool:
 
     def __iter__(self) -> Iterator[ReceiverProcess]:
         return iter(self._processes)
+
+    def grow(self, size: int) -> None:
+        """Have at least so many processes, for the rest of the session; does not wait for new ones."""
+        while len(self._processes) < size:
+            self._processes.append(ReceiverProcess(next(self._names)))
 
     def clean(self, timeout: float = CALL_SECONDS) -> list[str]:
         """End the test: empty every box; returns what was left where."""

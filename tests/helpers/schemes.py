@@ -93,6 +93,12 @@ class Connected:
         for future in waiting:
             assert future.result(PUSH_SECONDS) is not None
 
+    def join(self, worker_idx: int, process: ReceiverProcess, model: nn.Module) -> Future:
+        """Another process begins to connect as this worker, with a model of its own; from here on it is the worker."""
+        process.call(init, self.scheme, model, worker_idx=worker_idx)
+        self.processes[worker_idx] = process
+        return process.begin(connect)
+
     def leaves(self, worker_idx: int = 0) -> dict[str, Tensor]:
         return self.processes[worker_idx].call(leaves)
 

@@ -16,6 +16,12 @@ def receiver_pool() -> Iterator[ReceiverPool]:
 
 
 @pytest.fixture
+def five(receiver_pool: ReceiverPool) -> None:
+    """Two processes more than usual; to be asked for before what looks at what is left."""
+    receiver_pool.grow(5)
+
+
+@pytest.fixture
 def receivers(receiver_pool: ReceiverPool) -> Iterator[ReceiverPool]:
     """Three receiver processes. Fails a test that leaves anything open, in them or here."""
     before = holdings()

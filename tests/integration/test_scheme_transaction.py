@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncTimeout, WorkerError
+from lightning_weightsync.schemes.joining import connect_workers
 from lightning_weightsync.schemes.push import push_models
 from lightning_weightsync.transports.hub import LinkHub
 from tests.helpers import schemes
@@ -123,11 +124,7 @@ class Pair:
         self.processes = list(receivers)[:num_workers]
         everybody = range(num_workers)
         joining = [self.processes[i].begin(join_with_two, self.schemes, self.hub.info, i) for i in everybody]
-        deadline = time.monotonic() + 20
-        self.hub.accept(everybody, deadline)
-        for scheme in self.schemes.values():
-            scheme.attach(None, everybody, deadline)
-        self.push(initial=True)
+        connect_workers(self.hub, dict.fromkeys(self.schemes.values()), everybody, time.monotonic() + 20)
         for process, future in zip(self.processes, joining, strict=True):
             process.result_of(future)
 
@@ -135,9 +132,9 @@ class Pair:
         fill(self.actor, value)
         fill(self.critic, value)
 
-    def push(self, *, timeout=20.0, initial=False):
+    def push(self, *, timeout=20.0):
         weights = dict.fromkeys(self.schemes.values())
-        push_models(self.hub, weights, range(self.hub.num_workers), timeout=timeout, initial=initial).wait()
+        push_models(self.hub, weights, range(self.hub.num_workers), timeout=timeout).wait()
 
     def held(self, worker_idx=0):
         return self.processes[worker_idx].call(values_of_both)
