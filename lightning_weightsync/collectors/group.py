@@ -346,6 +346,7 @@ class CollectorGroup:
         states = self._pool.stats().values() if self._pool is not None else ()
         return self._ledger.figures() | {
             "weight_sync/bytes": float(self._counter("bytes_pushed", 0)),
+            "weight_sync/bytes_saved": float(self._counter("bytes_saved", 0)),
             "weight_sync/workers_alive": float(sum(stat["state"] not in failed for stat in states)),
             "weight_sync/worker_restarts": float(sum(stat["restarts"] for stat in states)),
         }

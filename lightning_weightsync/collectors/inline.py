@@ -46,6 +46,7 @@ class InlinePool:
         self.run = 1
         self.version = 0
         self.bytes_pushed = 0
+        self.bytes_saved = 0
         self._pushing = threading.Lock()
         self._context: WorkerContext | None = None
         self._models: dict[str, tuple[Source, StagedModel, SlotPool]] = {}

@@ -45,6 +45,8 @@ class SchemeCore(ABC):
         apply: Literal["auto", "copy"] = "auto",
         max_slots: int | None = None,
         wire_dtype: torch.dtype | None = None,
+        verify: bool = False,
+        only_changed: bool = False,
     ) -> None:
         if apply not in ("auto", "copy"):
             raise ValueError(f"apply={apply!r}: choose 'auto' or 'copy'")
@@ -69,6 +71,8 @@ class SchemeCore(ABC):
         self.apply = apply
         self.max_slots = max_slots
         self.wire_dtype = wire_dtype
+        self.verify = bool(verify)
+        self.only_changed = bool(only_changed)
         self._reset()
 
     def _reset(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_weightsync.schemes.strategy import write
 from lightning_weightsync.transports.layout import Leaf, WeightLayout
+from lightning_weightsync.transports.memory import same_bytes
 from lightning_weightsync.transports.slots import Slot
 
 _LARGE = 64 << 10
@@ -45,43 +46,58 @@ class Gather:
         layout: Of the slots.
         tensors: The live tensors of its stored leaves, in its order; read by each ``copy_to``. They must stay in their
             memory: make another one when ``Leaves`` says that they have not.
-        join: Whether to join small leaves, which pays for tensors that are copied more than once.
+        join: Whether to join small leaves, which pays for tensors that are copied more than once, and as a whole.
     """
 
     def __init__(self, layout: WeightLayout, tensors: Sequence[Tensor], *, join: bool = True) -> None:
         self._runs: list[_Run] = []
-        self._large: list[tuple[Leaf, Tensor]] = []
+        self._moved: list[tuple[Leaf, Tensor]] = []
         self._others: list[tuple[int, Tensor]] = []
-        run: list[tuple[int, Leaf, Tensor]] = []
+        run: list[tuple[Leaf, Tensor]] = []
         for position, (leaf, tensor) in enumerate(zip(layout.leaves, tensors, strict=True)):
-            plain = leaf.nbytes > 0 and _is_plain(leaf, tensor)
-            if plain and join and leaf.nbytes < _LARGE:
-                run.append((position, leaf, tensor))
-                continue
-            self._end(run)
-            if plain and leaf.nbytes >= _LARGE:
-                self._large.append((leaf, tensor))
-            else:
+            if not _is_plain(leaf, tensor):
                 self._others.append((position, tensor))
+            elif join and leaf.nbytes < _LARGE:
+                run.append((leaf, tensor))
+                continue
+            else:
+                self._moved.append((leaf, tensor))
+            self._end(run)
         self._end(run)
 
     def copy_to(self, slot: Slot) -> None:
         """Copy the values of now."""
+        self._copy_by_torch(slot)
+        start = slot.memory.data_ptr()
+        for leaf, tensor in self._moved:
+            ctypes.memmove(start + leaf.offset, tensor.data_ptr(), leaf.nbytes)
+
+    def copy_changed_to(self, slot: Slot) -> int:
+        """Copy the values of now where the slot holds others; returns how many bytes were there already.
+
+        To compare costs half a copy where they are equal, and next to nothing where they differ.
+        """
+        self._copy_by_torch(slot)
+        saved, start = 0, slot.memory.data_ptr()
+        for leaf, tensor in self._moved:
+            if same_bytes(start + leaf.offset, tensor.data_ptr(), leaf.nbytes):
+                saved += leaf.nbytes
+            else:
+                ctypes.memmove(start + leaf.offset, tensor.data_ptr(), leaf.nbytes)
+        return saved
+
+    def _copy_by_torch(self, slot: Slot) -> None:
         with torch.inference_mode():
             for run in self._runs:
                 torch.cat(run.parts, out=slot.memory[run.start : run.end])
-        if self._others:
-            write([slot.views[position] for position, _ in self._others], [tensor for _, tensor in self._others])
-        start = slot.memory.data_ptr()
-        for leaf, tensor in self._large:
-            ctypes.memmove(start + leaf.offset, tensor.data_ptr(), leaf.nbytes)
+        write([slot.views[position] for position, _ in self._others], [tensor for _, tensor in self._others])
 
-    def _end(self, run: list[tuple[int, Leaf, Tensor]]) -> None:
+    def _end(self, run: list[tuple[Leaf, Tensor]]) -> None:
         if len(run) < 2:
-            self._others += [(position, tensor) for position, _, tensor in run]
+            self._moved += run
         else:
-            joined = _Run(run[0][1].offset, run[0][1].offset)
-            for _, leaf, tensor in run:
+            joined = _Run(run[0][0].offset, run[0][0].offset)
+            for leaf, tensor in run:
                 if leaf.offset > joined.end:
                     joined.parts.append(torch.zeros(leaf.offset - joined.end, dtype=torch.uint8))
                 joined.parts.append(tensor.detach().view(-1).view(torch.uint8))
@@ -92,7 +108,7 @@ class Gather:
 
 def _is_plain(leaf: Leaf, tensor: Tensor) -> bool:
     """Whether its bytes are the leaf's, in one piece."""
-    if type(tensor.data) is not Tensor:  # a subclass may keep its values elsewhere
+    if leaf.nbytes == 0 or type(tensor.data) is not Tensor:  # a subclass may keep its values elsewhere
         return False
     if tensor.dtype != leaf.torch_dtype or not tensor.is_cpu or not tensor.is_contiguous():
         return False

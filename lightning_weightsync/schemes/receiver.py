@@ -361,7 +361,10 @@ class ReceiverLink:
         try:
             check_newer((self.run, self.version), (run, version), initial=message["initial"])
             push.stage(
-                [Staged(model, slot, unpack(extra)) for (model, slot), extra in zip(staged, extras, strict=True)]
+                [
+                    Staged(model, slot, unpack(extra), verify=bool(entry.get("verify")))
+                    for (model, slot), extra, entry in zip(staged, extras, message["models"], strict=True)
+                ]
             )
             self._pending = push
             push.commit()
@@ -381,10 +384,9 @@ class ReceiverLink:
                 traceback="".join(traceback.format_exception(error)),
             )
         else:
-            channel.send("applied", run=run, version=version)
+            channel.send("applied", run=run, version=version, digests=push.digests)
             for model, slot in staged:
-                if model.holds_slot:
-                    self._transports[model.model_id].entered(slot)
+                self._transports[model.model_id].entered(slot, held=model.holds_slot)
         finally:
             self._pending = None
 

@@ -18,6 +18,7 @@ from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.base import TransferFailed
 from lightning_weightsync.transports.control import Message
 from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.transports.layout import digest_of
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.pushing import Payload, PushHandle, raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
@@ -131,7 +132,9 @@ class SenderSide(SchemeCore):
         model_id = self._known_model_id()
         if self._reader is None and weights is not None:
             self._source = weights
-        reader = self._reader or Source(model_id, self._bound(), self.strategy, self.wire_dtype)
+        reader = self._reader or Source(
+            model_id, self._bound(), self.strategy, self.wire_dtype, only_changed=self.only_changed
+        )
         if not reader.layout.leaves:
             raise ValueError(f"the source of {model_id!r} has neither parameters nor buffers")
         layout = reader.layout.to_json()
@@ -214,10 +217,14 @@ class SenderSide(SchemeCore):
                 f"push of {self._model_id!r}: no slot became free in time; {len(pool)} (max_slots) are held by "
                 f"{', '.join(pool.holders())}"
             )
+        slot = taken[0]
         try:
-            return taken[0], self._reader.read(taken[0], weights)
+            extra = self._reader.read(slot, weights)
+            slot.digest = digest_of(slot.views) if self.verify else None
+            self._sender_hub().bytes_saved += slot.saved
+            return slot, extra
         except BaseException:
-            pool.release(taken[0], holder)
+            pool.release(slot, holder)
             raise
 
     def release(self, slot: Slot, holder: object) -> None:

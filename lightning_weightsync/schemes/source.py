@@ -33,6 +33,7 @@ class Source:
         weights: What ``connect`` was given; read again by each push without weights.
         strategy: How leaves are found.
         wire_dtype: Floating-point leaves travel in this dtype; ``None`` keeps their own.
+        only_changed: Whether to compare first, and to write only leaves that the slot does not hold already.
 
     Attributes:
         layout: What travels.
@@ -40,7 +41,13 @@ class Source:
     """
 
     def __init__(
-        self, model_id: str, weights: Weights, strategy: WeightStrategy, wire_dtype: torch.dtype | None = None
+        self,
+        model_id: str,
+        weights: Weights,
+        strategy: WeightStrategy,
+        wire_dtype: torch.dtype | None = None,
+        *,
+        only_changed: bool = False,
     ) -> None:
         self.model_id = model_id
         self.weights = weights
@@ -51,7 +58,8 @@ class Source:
         self.layout = self._layout_here if wire_dtype is None else self._layout_here.cast(wire_dtype)
         self.extra_keys = sorted(self._extra_parts)
         self._expected = {leaf.name: (torch.Size(leaf.shape), leaf.torch_dtype) for leaf in self._layout_here.leaves}
-        self._gather = Gather(self.layout, [self._leaves.tensors[leaf.name] for leaf in self.layout.leaves])
+        self._only_changed = only_changed
+        self._gather = self._plan([self._leaves.tensors[leaf.name] for leaf in self.layout.leaves])
 
     def read(self, slot: Slot, weights: Weights | None = None) -> bytes:
         """Copy weights (``None``: those of ``connect``) into a slot; returns the extra state as bytes.
@@ -62,7 +70,7 @@ class Source:
         if weights is None or weights is self.weights:
             if self._leaves.stale():
                 leaves = Leaves(self.weights, self._strategy)
-                self._gather = Gather(self.layout, self._agreed(leaves.tensors, self.weights))
+                self._gather = self._plan(self._agreed(leaves.tensors, self.weights))
                 self._extra_parts = stateful_parts(self.weights)
                 self._leaves = leaves  # once they are accepted: leaves that were refused are refused again
             gather, parts = self._gather, self._extra_parts
@@ -72,8 +80,14 @@ class Source:
             gather, parts = Gather(self.layout, given, join=False), stateful_parts(weights)
         if sorted(parts) != self.extra_keys and isinstance(weights if weights is not None else self.weights, nn.Module):
             self._raise(sorted(set(self.extra_keys) - set(parts)), sorted(set(parts) - set(self.extra_keys)), {})
-        gather.copy_to(slot)
+        if self._only_changed:
+            slot.saved = gather.copy_changed_to(slot)
+        else:
+            gather.copy_to(slot)
         return pack(parts)
+
+    def _plan(self, tensors: list[Tensor]) -> Gather:
+        return Gather(self.layout, tensors, join=not self._only_changed)
 
     def _agreed(self, leaves: dict[str, Tensor], weights: Weights) -> list[Tensor]:
         """The tensors in the layout's order, if these leaves are those of the layout."""

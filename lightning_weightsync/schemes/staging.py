@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_weightsync.errors import LayoutMismatchError
+from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError
 from lightning_weightsync.schemes.extra_state import stateful_parts
 from lightning_weightsync.schemes.leaves import Leaves
 from lightning_weightsync.schemes.strategy import (
@@ -32,6 +32,7 @@ from lightning_weightsync.schemes.strategy import (
     mismatch_text,
     nested,
     non_persistent,
+    same_values,
     unwrap,
     write,
 )
@@ -184,6 +185,28 @@ class StagedModel:
         """SHA-256 over the live leaves, in layout order, each stored leaf once."""
         live = self.strategy.leaves(self.target)
         return digest_of(live[leaf.name] for leaf in self.layout.leaves if leaf.name in live)
+
+    def digest_of_applied(self, slot: SlotMemory) -> str:
+        """SHA-256 over what ``apply`` has brought from a slot, in the dtypes that travelled.
+
+        What ``load_state_dict`` makes of its values is its own business: there it is what it was given.
+
+        Raises:
+            WeightSyncError: A leaf that was cast on its way does not hold the slot's value.
+        """
+        views = self.layout.views(slot.memory)
+        if self.strategy.extract_as == "state_dict":
+            return digest_of(views.values())
+        live = self._leaves.tensors if self._leaves is not None else {}
+        applied = []
+        for leaf in self.layout.leaves:
+            tensor, view = live.get(leaf.name), views[leaf.name]
+            if tensor is not None and tensor.dtype != view.dtype:
+                if not same_values(tensor, view.to(tensor.device, tensor.dtype)):
+                    raise WeightSyncError(f"{self.model_id!r}: {leaf.name} does not hold what was pushed")
+                tensor = None
+            applied.append(view if tensor is None else tensor)
+        return digest_of(applied)
 
     def copy(self) -> TensorDict:
         """A copy of the live leaves as a nested TensorDict."""

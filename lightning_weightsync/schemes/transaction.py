@@ -33,11 +33,12 @@ class TransactionState(Enum):
 
 @dataclass(frozen=True)
 class Staged:
-    """One model of a push: where its bytes are, and its extra state."""
+    """One model of a push: where its bytes are, its extra state, and whether to say what was applied."""
 
     model: StagedModel
     slot: SlotMemory
     extra: dict[str, Any]
+    verify: bool = False
 
 
 class Origin(Protocol):
@@ -69,6 +70,7 @@ class Transaction:
         self.deadline = deadline
         self.state = TransactionState.ANNOUNCED
         self.error: BaseException | None = None
+        self.digests: dict[str, str] = {}
         self._gate = gate
         self._check_wanted = origin.check_wanted if origin is not None else _always_wanted
         self._holders: list[Gate | Origin] = [gate] if origin is None else [gate, origin]
@@ -122,7 +124,9 @@ class Transaction:
         try:
             for one in self.staged:
                 touched.append(one.model)
-                one.model.apply(one.slot, one.extra, keep_backup=len(self.staged) > 1)
+                one.model.apply(one.slot, one.extra, keep_backup=len(self.staged) > 1 or one.verify)
+                if one.verify:
+                    self.digests[one.model.model_id] = one.model.digest_of_applied(one.slot)
             for holder in self._holders:
                 holder.run, holder.version = self.run, self.version
             for model in touched:

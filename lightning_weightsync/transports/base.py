@@ -7,13 +7,16 @@ are separate protocols: an implementation of one imports nothing of the other's 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.slots import Slot
 
-Ticket = Mapping[str, int]
-"""What the announcement of a transfer must tell the receiver, besides the size: transport-specific integers."""
+Ticket = Mapping[str, Any]
+"""What the announcement of a transfer must tell the receiver, besides the slot's size: plain JSON.
+
+``nbytes`` is how many bytes move, where these are not all; everything else is specific to the transport.
+"""
 
 
 class TransferFailed(ConnectionError):
@@ -70,6 +73,6 @@ class ReceiverTransport(TransportBackend, Protocol):
         """
         ...
 
-    def entered(self, slot: SlotMemory) -> None:
-        """The staged slot is in force, and the one before is not needed any more."""
+    def entered(self, slot: SlotMemory, *, held: bool) -> None:
+        """The staged slot was applied; ``held``: it is where the weights live, until another one is."""
         ...

@@ -24,8 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 
-from lightning_weightsync.transports.base import TransferFailed
-from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, Message
+from lightning_weightsync.transports.control import ChannelClosed, Message
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 
 _LOOK_AROUND = 0.05
@@ -284,7 +283,7 @@ class Dispatcher:
                 errand.move(ErrandState.SENT)
             try:
                 errand.request(errand.link)
-            except (ChannelClosed, ChannelTimeout, TransferFailed) as error:
+            except Exception as error:  # whatever it is, it concerns one worker, and is named with it
                 self._lost(errand.link, error)
 
     def _read(self, link: WorkerLink) -> None:

@@ -68,6 +68,7 @@ class LinkHub:
         run: Grows with every start of a sender.
         version: Of the newest push.
         bytes_pushed: Bytes of weights that were handed to transports so far, over all workers.
+        bytes_saved: Bytes that were neither copied nor sent because they had not changed (``only_changed``).
         pushing: Held while a version is taken, snapshot and put into the queues: pushes have one order.
     """
 
@@ -89,6 +90,7 @@ class LinkHub:
         self.run = 1
         self.version = 0
         self.bytes_pushed = 0
+        self.bytes_saved = 0
         self.pushing = threading.RLock()
         self.dispatcher = Dispatcher(heartbeat_timeout, self.lose)
         self._watcher = watcher
@@ -306,8 +308,9 @@ class LinkHub:
         link = self.links.get(worker_idx)
         return link is not None and link.state is LinkState.OPEN
 
-    def _count_bytes(self, nbytes: int) -> None:
+    def _count_bytes(self, nbytes: int, saved: int) -> None:
         self.bytes_pushed += nbytes
+        self.bytes_saved += saved
 
     def _watch_missing(self, missing: set[int]) -> None:
         if self._closed.is_set():

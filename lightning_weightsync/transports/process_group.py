@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from lightning_weightsync.transports.base import Ticket, TransferFailed
 from lightning_weightsync.transports.memory import SlotMemory, create_memory_file, map_memory
 from lightning_weightsync.transports.rendezvous import bind_listener
-from lightning_weightsync.transports.slots import Slot
+from lightning_weightsync.transports.slots import Ranges, Slot, SlotPool
 
 SENDER_RANK, RECEIVER_RANK = 0, 1
 
@@ -138,49 +138,113 @@ class _Pair:
 
 
 class ProcessGroupSender(_Pair):
-    """The sender's end of a pair; see ``SenderTransport``."""
+    """The sender's end of a pair; see ``SenderTransport``.
 
-    _sending: Any = None
-    _slot: Slot | None = None
+    Args:
+        *args: Of the pair.
+        pool: Keep the slot that the worker has applied last, and send only where the next one differs; ``None`` sends
+            everything.
+    """
+
+    def __init__(self, *args: Any, pool: SlotPool | None = None) -> None:
+        super().__init__(*args)
+        self._pool = pool
+        self._applied: Slot | None = None
+        self._sending: list[Any] = []
+        self._slot: Slot | None = None
 
     def send(self, worker_idx: int, slot: Slot) -> Ticket:
         """Start sending; see ``SenderTransport``."""
-        if slot.memory.numel():
-            # The work object does not keep the tensor alive in every release: hold the slot here until it has left.
-            self._slot = slot
-            self._sending = self.start("send", slot.memory)
-        return {}
+        nbytes = slot.memory.numel()
+        ticket: Ticket = {}
+        ranges = [(0, nbytes)] if nbytes else []
+        if self._pool is not None and self._applied is not None:
+            ranges = self._pool.changes(slot, since=self._applied)
+            ticket = {"changed": ranges, "nbytes": sum(end - start for start, end in ranges)}
+        # The work object does not keep the tensor alive in every release: hold the slot here until it has left.
+        self._slot = slot
+        self._sending = [self.start("send", slot.memory[start:end]) for start, end in ranges]
+        return ticket
 
     def settled(self, worker_idx: int, slot: Slot, *, applied: bool) -> None:
         """The worker has received everything; see ``SenderTransport``."""
-        if self._sending is not None:
-            self.wait(self._sending, time.monotonic() + 1.0)
-            self._sending = self._slot = None
+        deadline = time.monotonic() + 1.0
+        while self._sending:
+            self.wait(self._sending.pop(), deadline)
+        self._slot = None
+        if applied and self._pool is not None and not self._closed:
+            self._pool.hold_only(slot, self)
+            self._applied = slot
+
+    def close(self) -> None:
+        """Give the group up, and the slot that was kept; see ``TransportBackend``."""
+        super().close()
+        applied, self._applied = self._applied, None
+        if self._pool is not None and applied is not None:
+            self._pool.release(applied, self)
+
+    def __repr__(self) -> str:
+        return "what a worker has, for the changes since"
 
 
 class ProcessGroupReceiver(_Pair):
-    """The worker's end of a pair (a ``ReceiverTransport``), with two slots: one in force, one being filled."""
+    """The worker's end of a pair (a ``ReceiverTransport``), with two slots: one in force, one being filled.
 
-    _current: SlotMemory | None = None
-    _staged: SlotMemory | None = None
+    Args:
+        *args: Of the pair.
+        only_changed: Whether the sender may send changes only.
+    """
+
+    def __init__(self, *args: Any, only_changed: bool = False) -> None:
+        super().__init__(*args)
+        self._only_changed = only_changed
+        self._current: SlotMemory | None = None
+        self._staged: SlotMemory | None = None
+        self._behind: Ranges | None = None  # where the staged slot differs from the current one; None: anywhere
 
     def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> SlotMemory:
         """Receive into the slot that is not in force; see ``ReceiverTransport``."""
-        if self._staged is None:
-            self._staged = _new_slot(nbytes)
-        if nbytes:
-            self.wait(self.start("recv", self._staged.memory), deadline)
-        return self._staged
+        everything = [(0, nbytes)] if nbytes else []
+        staged = self._staged
+        if staged is None:
+            staged = self._staged = _new_slot(nbytes)
+            self._behind = None
+        changed = None
+        if "changed" in ticket:
+            if self._current is None:
+                raise TransferFailed("changes were sent, and there is nothing here that they could be changes of")
+            changed = _checked(ticket["changed"], nbytes)
+            for start, end in everything if self._behind is None else self._behind:
+                staged.memory[start:end].copy_(self._current.memory[start:end])
+        self._behind = changed
+        works = [self.start("recv", staged.memory[s:e]) for s, e in (everything if changed is None else changed)]
+        for work in works:
+            self.wait(work, deadline)
+        return staged
 
-    def entered(self, slot: SlotMemory) -> None:
-        """The filled slot is in force: the other one is filled next."""
-        if slot is self._staged:
+    def entered(self, slot: SlotMemory, *, held: bool) -> None:
+        """What was filled is in force: the other slot is filled next. See ``ReceiverTransport``."""
+        if slot is self._staged and (held or self._only_changed):
             self._current, self._staged = self._staged, self._current
 
     def close(self) -> None:
         """Give the group and the slots up; a window that shows one keeps its memory."""
         super().close()
         self._current = self._staged = None
+
+
+def _checked(ranges: Any, nbytes: int) -> Ranges:
+    checked: Ranges = []
+    last = 0
+    try:
+        for start, end in ranges:
+            if type(start) is not int or type(end) is not int or not last <= start < end <= nbytes:
+                raise ValueError
+            checked.append((start, end))
+            last = end
+    except (TypeError, ValueError):
+        raise TransferFailed(f"{ranges!r:.200} are no ranges of {nbytes} bytes") from None
+    return checked
 
 
 def _new_slot(nbytes: int) -> SlotMemory:

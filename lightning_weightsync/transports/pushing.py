@@ -140,7 +140,7 @@ class Delivery:
 
     def __init__(
         self,
-        count_bytes: Callable[[int], None],
+        count_bytes: Callable[[int, int], None],
         handle: PushHandle,
         payloads: list[Payload],
         announcement: Announcement,
@@ -177,8 +177,12 @@ class Delivery:
         models = []
         for payload in self._payloads:
             ticket = payload.transport.send(link.worker_idx, payload.slot)
-            models.append({"model_id": payload.model_id, "ticket": dict(ticket), "extra": len(payload.extra)})
-            self._count_bytes(payload.slot.memory.numel())
+            entry = {"model_id": payload.model_id, "ticket": dict(ticket), "extra": len(payload.extra)}
+            if payload.slot.digest is not None:
+                entry["verify"] = True
+            models.append(entry)
+            moved = ticket.get("nbytes", payload.pool.nbytes)
+            self._count_bytes(moved, payload.pool.nbytes - moved)
         self._announcement.send(link, models, b"".join(payload.extra for payload in self._payloads))
 
     def _settled(self, errand: Errand) -> None:
@@ -192,6 +196,7 @@ class Delivery:
                 handle.failed[link.worker_idx] = WeightSyncError(f"worker {link.worker_idx} acknowledged another push")
             else:
                 link.run, link.version = handle.run, handle.version
+                self._verify(link, reply)
             for payload in self._payloads:
                 with contextlib.suppress(TransferFailed):  # then the next transfer fails, with a deadline
                     payload.transport.settled(link.worker_idx, payload.slot, applied=applied)
@@ -203,6 +208,18 @@ class Delivery:
             else:
                 payload.pool.release(payload.slot, self)
         self._payloads = []  # whoever keeps the handle keeps no slot
+
+    def _verify(self, link: WorkerLink, reply: Message) -> None:
+        others = [
+            repr(payload.model_id)
+            for payload in self._payloads
+            if payload.slot.digest not in (None, reply["digests"].get(payload.model_id))
+        ]
+        if others:
+            self._handle.failed[link.worker_idx] = WeightSyncError(
+                f"worker {link.worker_idx} (pid {link.pid}) has applied other bytes of {', '.join(others)} than were "
+                f"sent as version {self._handle.version} (verify=True)"
+            )
 
     def __repr__(self) -> str:
         return f"version {self._handle.version} on its way"

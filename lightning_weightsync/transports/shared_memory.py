@@ -130,7 +130,7 @@ class SharedMemoryReceiver:
             raise TransferFailed(f"slot {index} is not known here; known are {sorted(self._slots)}")
         return slot
 
-    def entered(self, slot: SlotMemory) -> None:
+    def entered(self, slot: SlotMemory, *, held: bool) -> None:
         """Nothing has to be done: the sender knows which slot is in force, and does not write it."""
 
     def close(self) -> None:

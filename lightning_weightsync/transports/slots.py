@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_weightsync.transports.layout import WeightLayout
-from lightning_weightsync.transports.memory import create_memory_file, map_memory
+from lightning_weightsync.transports.memory import create_memory_file, map_memory, same_bytes
+
+Ranges = list[tuple[int, int]]
+"""Of bytes: each from the first to one past the last, ascending, without overlap."""
+
+_WORTH_A_MESSAGE = 64 << 10
 
 
 @dataclass(eq=False)
@@ -29,6 +34,10 @@ class Slot:
         memory: uint8, 1-dimensional.
         views: Each stored leaf of the layout, in its order, as a view into ``memory``.
         descriptor: Of the memory file behind it, to hand to workers; -1 where it is private.
+        digest: SHA-256 of the leaves, where pushes are verified.
+        saved: How many bytes were not written because they were there already.
+        edition: How often it was taken to be written.
+        changes: See ``SlotPool.changes``.
         holders: Who needs its bytes to stay as they are.
         retired: Whether it is never to be written again.
     """
@@ -37,6 +46,10 @@ class Slot:
     memory: Tensor
     views: list[Tensor]
     descriptor: int
+    digest: str | None = None
+    saved: int = 0
+    edition: int = 0
+    changes: dict[tuple[int, int], Ranges] = field(default_factory=dict)
     holders: set[Hashable] = field(default_factory=set)
     retired: bool = False
 
@@ -76,6 +89,8 @@ class SlotPool:
                 free = self._make()
             if free is not None:
                 free.holders.add(holder)
+                free.edition += 1
+                free.changes.clear()
             return free
 
     def holders(self) -> list[str]:
@@ -101,6 +116,25 @@ class SlotPool:
                 other.holders.discard(holder)
             slot.holders.add(holder)
         self._dispose()
+
+    def changes(self, slot: Slot, since: Slot) -> Ranges:
+        """Where two slots differ, by whole leaves; both are held by the caller. Found once per pair.
+
+        Leaves that did not change are in it where they lie between changed ones and are not worth a message of their
+        own.
+        """
+        key = (since.index, since.edition)
+        found = slot.changes.get(key)
+        if found is None:
+            found = slot.changes[key] = []
+            here, there = slot.memory.data_ptr(), since.memory.data_ptr()
+            for leaf in self.layout.leaves:
+                start, end = leaf.offset, leaf.offset + leaf.nbytes
+                if end > start and not same_bytes(here + start, there + start, leaf.nbytes):
+                    if found and start - found[-1][1] < _WORTH_A_MESSAGE:
+                        start = found.pop()[0]
+                    found.append((start, end))
+        return found
 
     def retire_all(self, holder: Hashable) -> None:
         """``holder`` is lost, and may read its slots for ever: they are never written again.

@@ -61,7 +61,7 @@ class Exchange:
         return self.workers[worker].poll() is None
 
     def answer(self, worker=0, number=1):
-        self.workers[worker].send("applied", run=1, version=number)
+        self.workers[worker].send("applied", run=1, version=number, digests={})
 
     def serve(self, worker, *, count, delay=0.0):
         """A worker that answers so many requests, in a thread of its own; gives their numbers."""

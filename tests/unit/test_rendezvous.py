@@ -112,7 +112,7 @@ def test_workers_that_hold_the_key_join_under_the_index_they_name(rendezvous, cl
         closing(joined[index].channel)
         assert (message.kind, dict(message.fields)) == ("welcome", WELCOME)
         assert (joined[index].worker_idx, joined[index].pid) == (index, os.getpid())
-        channel.send("applied", run=1, version=index)
+        channel.send("applied", run=1, version=index, digests={})
         assert joined[index].channel.receive(soon())["version"] == index
         joined[index].channel.send("digest", model_id=str(index))
         assert channel.receive(soon())["model_id"] == str(index)
@@ -301,7 +301,7 @@ def test_a_second_worker_with_an_index_that_is_taken_is_refused_and_the_first_st
 @pytest.mark.parametrize(
     "data",
     [
-        frame({"kind": "applied", "run": 1, "version": 1}),
+        frame({"kind": "applied", "run": 1, "version": 1, "digests": {}}),
         frame({"kind": "beat"}),
         frame({"kind": "welcome", **WELCOME}),
     ],

@@ -69,7 +69,7 @@ class Bench:
         if applied:
             if window is not None:
                 window.show(staged.descriptor)
-            self.receivers[worker].entered(staged)
+            self.receivers[worker].entered(staged, held=window is not None)
         self.sender.settled(self.links[worker].worker_idx, slot, applied=applied)
         return staged.memory if window is None else window.memory
 
