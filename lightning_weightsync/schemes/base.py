@@ -38,7 +38,7 @@ class WeightSyncScheme(SenderSide, ReceiverSide):
         strategy: How leaves are found and written, see ``WeightStrategy``.
         strict: Whether the sender must have every leaf of the receiver. A leaf that only the sender has, or of another
             shape or dtype, is an error in any case.
-        apply: ``"auto"`` points the receiver's parameters at the slot where that is safe; ``"copy"`` always copies.
+        apply: ``"auto"`` lets the receiver's parameters live in the slot where that is safe; ``"copy"`` always copies.
         max_slots: How many slots the sender may make; ``None``, 2 per worker and 2. With 1, receivers copy.
         wire_dtype: Floating-point leaves travel in this dtype; the receiver keeps its own.
         verify: Whether each worker says what it has applied (SHA-256 over the leaves, some 0.2 s for 300 MB on each

@@ -43,7 +43,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         heartbeat_timeout: Seconds of silence after which a worker that is being waited for counts as dead.
         same_host: How to reach workers of this host: ``"shared_memory"`` (they map the sender's slots: one copy per
             push, whatever their number) or ``"network"`` (as if they were elsewhere).
-        apply: ``"auto"`` points the receiver's parameters at the slot where that is safe (see ``schemes.staging``);
+        apply: ``"auto"`` lets the receiver's parameters live in the slot where that is safe (see ``schemes.staging``);
             ``"copy"`` always copies into the receiver's own tensors.
         max_slots: How many slots the sender may make; ``None``, 2 per worker and 2. With 1, receivers copy and ``send``
             waits.
