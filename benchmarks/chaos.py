@@ -14,13 +14,14 @@ Every so many pushes something happens to a random worker, before a push or in t
 
 Who is killed or stopped is replaced by a new process under the same index, while pushes go on. What must hold is
 checked after each push and before each next fault; the exit status says whether it did. The seed fixes what happens
-to whom at which push; what it interrupts is up to the machine.
+to whom, and in which order; what it interrupts is up to the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -81,11 +82,19 @@ class End:
 
 @dataclass
 class Worker:
-    """A worker's process, and the version that it has acknowledged last."""
+    """A worker's process.
+
+    Attributes:
+        index: As the scheme knows it.
+        process: One receiver.
+        version: What it has acknowledged last.
+        may_be_ahead: Whether it may have applied one version more, and was stopped before it could say so.
+    """
 
     index: int
     process: Receivers
     version: int = 0
+    may_be_ahead: bool = True
 
     @property
     def pid(self) -> int:
@@ -97,6 +106,11 @@ class Worker:
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def is_stopped(self) -> bool:
+        """Whether no thread of it runs any more."""
+        stats = [path.read_text(encoding="utf-8") for path in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def close(self) -> None:
         """Whatever state it is in."""
@@ -202,7 +216,8 @@ class Chaos:
         self, transport: Transport, kind: str, workers: int, seed: int, timeout: float, heartbeat_timeout: float
     ) -> None:
         self.outcome = Outcome(transport)
-        self._random = random.Random(seed)
+        self._strikes = random.Random(seed)
+        self._random = random.Random(seed + 1)
         self._kind = kind
         self._model = KINDS[kind].build()
         self._scheme = DistributedWeightSyncScheme(
@@ -226,14 +241,15 @@ class Chaos:
             self._workers = [self._start(index) for index in range(self._scheme._sender_hub().num_workers)]
             self._sums[0] = checksum(leaves(self._model))
             self._scheme.connect()
-            strike = -1
+            strike: float = 0
             while self.outcome.pushes < pushes:
                 if self.outcome.pushes % every == 0:
                     self._settle()
                     self._look_at_footprint(pushes)
-                    strike = self.outcome.pushes + self._random.randrange(every // 2)
-                if self.outcome.pushes == strike:
+                    strike = self.outcome.pushes + self._strikes.randrange(every // 2)
+                if self.outcome.pushes >= strike:
                     self._strike()
+                    strike = math.inf
                 self._push_some(min(pushes, self.outcome.pushes + every - self.outcome.pushes % every))
             self._settle()
             self.outcome.after = Footprint.now(self._scheme)
@@ -281,6 +297,9 @@ class Chaos:
             if not failed:
                 self._complain(f"version {version} failed, and nobody is named: {error}")
         self._judge(version, time.monotonic() - started, failed, [])
+        untouched = [worker for worker in self._workers if self._fault is None or worker.index != self._fault[1].index]
+        if untouched:
+            self._compare(self._random.choice(untouched))
         return not failed
 
     def _judge(self, version: int, seconds: float, failed: dict[int, Exception], skipped: Sequence[int]) -> None:
@@ -310,11 +329,11 @@ class Chaos:
 
     def _strike(self) -> None:
         if not self._to_come:
-            self._to_come = self._random.sample(FAULTS, len(FAULTS))
-        fault, victim = self._to_come.pop(), self._random.choice(self._workers)
+            self._to_come = self._strikes.sample(FAULTS, len(FAULTS))
+        fault, victim = self._to_come.pop(), self._strikes.choice(self._workers)
         self.outcome.faults[fault.name] += 1
         self._fault, self._reported = (fault, victim), False
-        delay = self._random.choice([0.0, self._random.uniform(0.0, 0.01)])
+        delay = self._strikes.choice([0.0, self._strikes.uniform(0.0, 0.01)])
         if delay:
             self._in_thread(self._inflict, fault, victim, delay)
         else:
@@ -323,6 +342,11 @@ class Chaos:
     def _inflict(self, fault: Fault, victim: Worker, delay: float, *, then_in_thread: bool = False) -> None:
         time.sleep(delay)
         victim.signal(fault.signals[0])
+        if fault.name == "stopped" and not delay:  # while nothing is on its way to it
+            deadline = time.monotonic() + 5.0
+            while not victim.is_stopped() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            victim.may_be_ahead = False
 
         def rest() -> None:
             for number in fault.signals[1:]:
@@ -352,8 +376,7 @@ class Chaos:
         old.close()
 
     def _see_that_it_is_fenced_off(self, old: Worker) -> None:
-        # It may have applied one version more before it was stopped, and not have got round to saying so.
-        allowed = {self._sums[old.version], self._sums[min(old.version + 1, max(self._sums))]}
+        allowed = {self._sums[old.version + ahead] for ahead in range(1 + old.may_be_ahead)}
         old.signal(signal.SIGCONT)
         for _ in range(2):
             if old.holds() not in allowed:
@@ -375,11 +398,13 @@ class Chaos:
         if self._fault is not None and self._fault[0].ends and not self._reported:
             self._complain(f"worker {self._fault[1].index} was {self._fault[0].name}, and no push reported it")
         self._fault = None
-        expected = checksum(leaves(self._model))
         for worker in self._workers:
-            self.outcome.checked += 1
-            if worker.holds() != expected:
-                self._complain(f"worker {worker.index} does not hold version {self._scheme.version}")
+            self._compare(worker)
+
+    def _compare(self, worker: Worker) -> None:
+        self.outcome.checked += 1
+        if worker.holds() != checksum(leaves(self._model)):
+            self._complain(f"worker {worker.index} does not hold version {self._scheme.version}")
 
     # --- what is in use ------------------------------------------------------------------------------------------
 
