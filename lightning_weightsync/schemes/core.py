@@ -131,8 +131,8 @@ class SchemeCore(ABC):
         """Whether this worker maps the sender's slots."""
 
     @abstractmethod
-    def _offering(self, deadline: float) -> Any:
-        """Context manager around ``attach``: yields what the ``transport`` field of a worker's offer holds."""
+    def _offer(self, link: WorkerLink) -> dict[str, Any]:
+        """What the ``transport`` field of a worker's offer holds."""
 
     def _take_role(self, role: Role, model_id: str) -> None:
         if self._ended:

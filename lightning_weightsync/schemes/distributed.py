@@ -5,9 +5,9 @@ Names and semantics follow TorchRL's class of the same name. The default process
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import secrets
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,11 +21,9 @@ from lightning_weightsync.transports.process_group import (
     SENDER_RANK,
     ProcessGroupReceiver,
     ProcessGroupSender,
-    RendezvousStore,
     backend_available,
-    remote_store,
 )
-from lightning_weightsync.transports.rendezvous import check_host
+from lightning_weightsync.transports.rendezvous import check_host, proofs
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 
 BACKENDS = ("gloo", "nccl")
@@ -115,7 +113,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def _reset(self) -> None:
         super()._reset()
-        self._store: RendezvousStore | None = None
         self._shared: SharedMemoryTransport | None = None
 
     @property
@@ -147,47 +144,41 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """
         offer: Mapping[str, Any] = kwargs["offer"]
         link: WorkerLink | None = kwargs.get("link")
+        model_id = self._known_model_id()
         if link is None:
             if offer["shared"]:
                 return SharedMemoryReceiver()
+            sender = self._receiver_link()
             return ProcessGroupReceiver(
                 self.backend,
                 RECEIVER_RANK,
-                lambda seconds: remote_store(offer["host"], offer["port"], offer["prefix"], seconds),
-                self._receiver_link().local_host or offer["host"],  # not `self.host`: that is the sender's
+                partial(sender.swap, model_id),
+                proofs(sender.info, offer["pair"]),
+                sender.local_host or self.host,  # `host` is the sender's
                 only_changed=bool(offer["only_changed"]),
             )
         if offer["shared"]:
             if self._shared is None:
                 assert self._pool is not None
-                self._shared = SharedMemoryTransport(self._known_model_id(), self._pool)
+                self._shared = SharedMemoryTransport(model_id, self._pool)
             self._shared.add(link, holds=kwargs["holds"])
             return self._shared
-        store = self._store
-        assert store is not None
+        hub = self._sender_hub()
         return ProcessGroupSender(
             self.backend,
             SENDER_RANK,
-            lambda seconds: store.prefixed(offer["prefix"]),
-            self.host,
+            partial(hub.swap, link, model_id),
+            proofs(hub.info, offer["pair"]),
+            hub.host,
             pool=self._pool if offer["only_changed"] else None,
         )
 
-    @contextmanager
-    def _offering(self, deadline: float) -> Iterator[Callable[[WorkerLink], dict[str, Any]]]:
-        hub = self._sender_hub()
-        self._store = store = RendezvousStore(self.host, deadline - time.monotonic())
-        try:
-            yield lambda link: {
-                "shared": self.shares(link),
-                "only_changed": self.only_changed and self.max_slots != 1,
-                "host": store.host,
-                "port": store.port,
-                "prefix": f"{hub.run}/{link.worker_idx}/{link.generation}/{self.model_id}",
-            }
-        finally:
-            store.close()
-            self._store = None
+    def _offer(self, link: WorkerLink) -> dict[str, Any]:
+        return {
+            "shared": self.shares(link),
+            "pair": secrets.token_hex(16),
+            "only_changed": self.only_changed and self.max_slots != 1,
+        }
 
 
 def _choose(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -26,9 +26,11 @@ from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.transaction import Staged, Transaction, check_newer
 from lightning_weightsync.transports.base import ReceiverTransport, TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
+from lightning_weightsync.transports.dialling import join
 from lightning_weightsync.transports.layout import WeightLayout
+from lightning_weightsync.transports.meeting import Values, from_text, to_text
 from lightning_weightsync.transports.memory import SlotMemory
-from lightning_weightsync.transports.rendezvous import StoreInfo, join
+from lightning_weightsync.transports.rendezvous import StoreInfo
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver
 
 _NEVER = 365 * 86400.0
@@ -210,6 +212,22 @@ class ReceiverLink:
             for model in models:
                 if model.holds_slot:
                     model.detach()
+
+    def swap(self, model_id: str, ours: Values, deadline: float) -> Values:
+        """Tell the sender our values for a meeting in a pair group, and return its own; blocks on it.
+
+        Raises:
+            TransferFailed: It did not tell.
+        """
+        channel = self._open_channel()
+        try:
+            message = channel.receive(deadline)
+            if message.kind != "meet" or message["model_id"] != model_id:
+                raise TransferFailed(f"the sender sent {message.kind!r} where its address for {model_id!r} was due")
+            channel.send("meet", model_id=model_id, values=to_text(ours), deadline=deadline)
+        except (ChannelTimeout, ChannelClosed) as error:
+            raise TransferFailed(f"the sender did not come to the pair group: {error}") from error
+        return from_text(message["values"])
 
     @property
     def local_host(self) -> str | None:

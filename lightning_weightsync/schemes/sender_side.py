@@ -142,50 +142,52 @@ class SenderSide(SchemeCore):
         # all of them, and one is being written. Slots are made when they are needed.
         max_slots = 2 * hub.num_workers + 2 if self.max_slots is None else self.max_slots
         phase = f"agreeing on the layout of {model_id!r}"
-        with self._offering(deadline) as transport_offer:
+        offers: dict[int, dict[str, Any]] = {}
 
-            def offer(link: WorkerLink) -> None:
-                link.channel.send(
-                    "attach",
-                    model_id=model_id,
-                    layout=layout,
-                    extra_keys=reader.extra_keys,
-                    casts=self.wire_dtype is not None,
-                    strict=self.strict,
-                    may_hold=max_slots > 1,
-                    backend=self.backend_name,
-                    transport=transport_offer(link),
-                    budget=float(deadline - time.monotonic()),
-                    deadline=deadline,
-                )
+        def offer(link: WorkerLink) -> None:
+            offers[link.worker_idx] = self._offer(link)
+            link.channel.send(
+                "attach",
+                model_id=model_id,
+                layout=layout,
+                extra_keys=reader.extra_keys,
+                casts=self.wire_dtype is not None,
+                strict=self.strict,
+                may_hold=max_slots > 1,
+                backend=self.backend_name,
+                transport=offers[link.worker_idx],
+                budget=float(deadline - time.monotonic()),
+                deadline=deadline,
+            )
 
-            verdicts = {"attached", "mismatch", "attach_failed"}
-            answers = hub.ask(links.values(), offer, verdicts, phase=phase, deadline=deadline)
-            _raise_refusals(model_id, answers.replies, answers.failed, phase)
-            if self._pool is None:
-                self._pool = SlotPool(reader.layout, max_slots, shared=any(map(self.shares, links.values())))
-                self._newest = NewestWeights(self._pool)
-                self._pool.prefault(2)
-            self._reader = reader
+        verdicts = {"attached", "mismatch", "attach_failed"}
+        answers = hub.ask(links.values(), offer, verdicts, phase=phase, deadline=deadline)
+        _raise_refusals(model_id, answers.replies, answers.failed, phase)
+        if self._pool is None:
+            self._pool = SlotPool(reader.layout, max_slots, shared=any(map(self.shares, links.values())))
+            self._newest = NewestWeights(self._pool)
+            self._pool.prefault(2)
+        self._reader = reader
 
-            def open_transport(link: WorkerLink) -> None:
-                budget = float(deadline - time.monotonic())
-                link.channel.send("open", model_id=model_id, budget=budget, deadline=deadline)
+        def open_transport(link: WorkerLink) -> None:
+            budget = float(deadline - time.monotonic())
+            link.channel.send("open", model_id=model_id, budget=budget, deadline=deadline)
 
-            phase = f"opening the transport of {model_id!r}"
-            opened = hub.ask(links.values(), open_transport, {"opening"}, phase=phase, deadline=deadline)
-            raise_failures(opened.failed, phase)
-            for index, link in links.items():
-                holds = bool(answers.replies[index]["holds"])
-                transport = self.create_transport(link=link, offer=transport_offer(link), holds=holds)
-                if transport is not self.shared_transport:
-                    link.when_ended(transport.close)
-                self._transports[index] = transport
-                started = time.monotonic()
-                try:
-                    transport.connect(deadline)
-                except TransferFailed as error:
-                    raise_failures({index: hub.lose(link, phase, time.monotonic() - started, error)}, phase)
+        phase = f"opening the transport of {model_id!r}"
+        opened = hub.ask(links.values(), open_transport, {"opening"}, phase=phase, deadline=deadline)
+        raise_failures(opened.failed, phase)
+        for index, link in links.items():
+            holds = bool(answers.replies[index]["holds"])
+            transport = self.create_transport(link=link, offer=offers[index], holds=holds)
+            if transport is not self.shared_transport:
+                link.when_ended(transport.close)
+            self._transports[index] = transport
+            started = time.monotonic()
+            try:
+                transport.connect(deadline)
+            except TransferFailed as error:
+                cause = link.cause or hub.lose(link, phase, time.monotonic() - started, error)
+                raise_failures({index: cause}, phase)
 
     def snapshot(self, weights: Weights | None, holder: object, deadline: float) -> tuple[Slot, bytes]:
         """Copy weights (``None``: what was bound) into a free slot, which ``holder`` then holds.

@@ -55,6 +55,7 @@ LINK_MESSAGES: Schema = {
     "attach_failed": {"model_id": str, "message": str},
     "open": {"model_id": str, "budget": float},
     "opening": {"model_id": str},
+    "meet": {"model_id": str, "values": dict},
     "push": {"run": int, "version": int, "models": list, "budget": float, "initial": bool},
     "applied": {"run": int, "version": int, "digests": dict},
     "failed": {"run": int, "version": int, "reason": str, "message": str, "traceback": str},

@@ -338,7 +338,8 @@ class Dispatcher:
             queue.remove(errand)
             if was_first:
                 self._line_up(queue)
-            late = f"worker {errand.link.worker_idx} is busy: {errand.phase} was not sent in time"
+            who, seconds = f"worker {errand.link.worker_idx} (pid {errand.link.pid})", time.monotonic() - errand.created
+            late = f"{who} is busy: {errand.phase} was not sent within {seconds:.1f} s"
             errand.move(ErrandState.FAILED, error=TimeoutError(late))
 
     def _lost(self, link: WorkerLink, error: Exception) -> None:

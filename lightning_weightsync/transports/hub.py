@@ -23,6 +23,7 @@ from lightning_weightsync.transports.base import TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, Message
 from lightning_weightsync.transports.delivery import Dispatcher, Errand
 from lightning_weightsync.transports.link import LinkState, WorkerLink
+from lightning_weightsync.transports.meeting import Values, from_text, to_text
 from lightning_weightsync.transports.pushing import (
     Announcement,
     Delivery,
@@ -287,6 +288,22 @@ class LinkHub:
             else:
                 answers.failed[errand.link.worker_idx] = errand.error or ChannelClosed("not asked")
         return answers
+
+    def swap(self, link: WorkerLink, model_id: str, ours: Values, deadline: float) -> Values:
+        """Tell a worker our values for a meeting in a pair group, and return its own; blocks on it.
+
+        Raises:
+            TransferFailed: It did not tell; its link is lost then.
+        """
+
+        def request(link: WorkerLink) -> None:
+            link.channel.send("meet", model_id=model_id, values=to_text(ours), deadline=deadline)
+
+        phase = f"meeting for {model_id!r}"
+        answers = self.ask([link], request, {"meet"}, phase=phase, deadline=deadline)
+        if answers.failed:
+            raise TransferFailed("the worker did not come to the pair group") from answers.failed[link.worker_idx]
+        return from_text(answers.replies[link.worker_idx]["values"])
 
     def close(self) -> None:
         """End every link in good order, stop listening, and unblock whoever waits. Idempotent, never blocks."""

@@ -1,71 +1,35 @@
 """How do bytes get to a worker on another host? A ``torch.distributed`` process group of two, one per worker.
 
-The group is built directly on a prefixed store, beside whatever default group the trainer has; that one is never
-created, joined or used. Two ranks per group means that one worker's fault is one worker's fault: gloo closes a pair
-for good after a failed or timed-out wait. gloo checks neither dtype nor size, so both ends must agree on the slot's
-size beforehand.
+The group is built directly, beside whatever default group the trainer has; that one is never created, joined or used.
+Two ranks per group means that one worker's fault is one worker's fault: gloo closes a pair for good after a failed or
+timed-out wait. gloo checks neither dtype nor size, so both ends must agree on the slot's size beforehand.
 
-The store is needed only while the two meet, but gloo's groups hold on to it: it listens until the last of them is
-closed, on the given address (a ``TCPStore`` left to itself listens on all).
+Where the two listen is told over their authenticated control channel (``meeting``): there is no store that anybody
+could reach. gloo itself asks nobody who he is, so the two prove to each other that they hold the run's key once they
+are connected, and from then on let nobody else connect (``strangers``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lightning_weightsync.transports.base import Ticket, TransferFailed
+from lightning_weightsync.transports.meeting import Exchange, Meeting
 from lightning_weightsync.transports.memory import SlotMemory, create_memory_file, map_memory
-from lightning_weightsync.transports.rendezvous import bind_listener
+from lightning_weightsync.transports.rendezvous import Proofs
 from lightning_weightsync.transports.slots import Ranges, Slot, SlotPool
+from lightning_weightsync.transports.strangers import keep_out
 
 SENDER_RANK, RECEIVER_RANK = 0, 1
-
-
-class RendezvousStore:
-    """The sender's ``TCPStore``, listening on ``host`` only, by which pair groups are formed.
-
-    Args:
-        host: Address to listen on.
-        timeout: How long a pair may take to meet, in seconds.
-    """
-
-    def __init__(self, host: str, timeout: float) -> None:
-        listener = bind_listener(host)
-        self.host = host
-        self.port: int = listener.getsockname()[1]
-        self._store: TCPStore | None = TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(0.1, timeout)),
-            master_listen_fd=listener.detach(),
-        )
-
-    def prefixed(self, prefix: str) -> PrefixStore:
-        """A view of the store that one pair has to itself."""
-        if self._store is None:
-            raise RuntimeError("the store is closed")
-        return PrefixStore(prefix, self._store)
-
-    def close(self) -> None:
-        """Let go of the store; it stops listening when the last pair that was formed by it is closed."""
-        self._store = None
-
-
-def remote_store(host: str, port: int, prefix: str, timeout: float) -> PrefixStore:
-    """The receiver's view of a sender's store."""
-    wait = timedelta(seconds=max(0.1, timeout))
-    return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False))
+_PROOF_SECONDS = 10.0
 
 
 def backend_available(backend: str) -> bool:
@@ -82,29 +46,38 @@ class _Pair:
     Args:
         backend: ``"gloo"``.
         rank: ``SENDER_RANK`` or ``RECEIVER_RANK``.
-        make_store: Gives the pair's prefixed store, with the seconds that are left; called by ``connect``.
+        exchange: Gives the other end what it needs to find this one, and the other way round.
+        proofs: What each end shows the other over the group.
         host: Address of the interface that this end listens on (each gloo pair opens a port of its own).
     """
 
-    def __init__(self, backend: str, rank: int, make_store: Callable[[float], PrefixStore], host: str) -> None:
+    def __init__(self, backend: str, rank: int, exchange: Exchange, proofs: Proofs, host: str) -> None:
         if backend != "gloo":
             raise NotImplementedError(f"backend={backend!r}: only 'gloo' is there yet")
         self._rank = rank
-        self._make_store = make_store
+        self._exchange = exchange
+        self._proofs = proofs
         self._host = host
         self._group: Any = None
+        self._meeting: Meeting | None = None
         self._closed = False
 
     def connect(self, deadline: float) -> None:
         """Meet the other end; see ``TransportBackend``."""
-        seconds = max(0.1, deadline - time.monotonic())
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=seconds)
+        options._timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        self._meeting = meeting = Meeting(self._exchange, deadline)  # the group refers to it, but does not keep it
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            self._group = dist.ProcessGroupGloo(self._make_store(seconds), self._rank, 2, options)
+            self._group = dist.ProcessGroupGloo(meeting, self._rank, 2, options)
         except RuntimeError as error:
             raise TransferFailed(f"the pair group was not formed: {_first_line(error)}") from error
+        keep_out(meeting.published)
+        try:
+            self._prove(min(deadline, time.monotonic() + _PROOF_SECONDS))
+        except TransferFailed as error:
+            self.close()
+            raise TransferFailed(f"the other end of the pair group did not prove who it is: {error}") from error
         if self._closed:  # by another thread, meanwhile
             self.close()
             raise TransferFailed("the pair group was closed while it was being formed")
@@ -119,10 +92,11 @@ class _Pair:
 
     def start(self, operation: str, memory: Tensor) -> Any:
         """Start ``"send"`` or ``"recv"`` with the other rank."""
-        if self._group is None:
+        group = self._group
+        if group is None:
             raise TransferFailed("the pair group is closed")
         try:
-            return getattr(self._group, operation)([memory], 1 - self._rank, 0)
+            return getattr(group, operation)([memory], 1 - self._rank, 0)
         except RuntimeError as error:
             raise TransferFailed(_first_line(error)) from error
 
@@ -135,6 +109,16 @@ class _Pair:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             raise TransferFailed(_first_line(error)) from error
+
+    def _prove(self, deadline: float) -> None:
+        ours, expected = self._proofs[self._rank], self._proofs[1 - self._rank]
+        sent = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
+        shown = torch.zeros(len(expected), dtype=torch.uint8)
+        sending, receiving = self.start("send", sent), self.start("recv", shown)
+        self.wait(receiving, deadline)
+        self.wait(sending, deadline)
+        if not hmac.compare_digest(shown.numpy().tobytes(), expected):
+            raise TransferFailed("it does not hold this run's key")
 
 
 class ProcessGroupSender(_Pair):
@@ -172,13 +156,18 @@ class ProcessGroupSender(_Pair):
         while self._sending:
             self.wait(self._sending.pop(), deadline)
         self._slot = None
-        if applied and self._pool is not None and not self._closed:
+        if applied and self._pool is not None:
             self._pool.hold_only(slot, self)
             self._applied = slot
+            if self._closed:  # by another thread, meanwhile
+                self._release()
 
     def close(self) -> None:
         """Give the group up, and the slot that was kept; see ``TransportBackend``."""
         super().close()
+        self._release()
+
+    def _release(self) -> None:
         applied, self._applied = self._applied, None
         if self._pool is not None and applied is not None:
             self._pool.release(applied, self)

@@ -201,7 +201,8 @@ class Delivery:
                 with contextlib.suppress(TransferFailed):  # then the next transfer fails, with a deadline
                     payload.transport.settled(link.worker_idx, payload.slot, applied=applied)
         elif errand.error is not None:
-            handle.failed[link.worker_idx] = errand.error
+            late = isinstance(errand.error, TimeoutError)  # not sent: the link is as it was
+            handle.failed[link.worker_idx] = WeightSyncTimeout(str(errand.error)) if late else errand.error
         for payload in self._payloads:
             if reply is None and self._sent:  # the worker may have it mapped, or a transfer may still be reading it
                 payload.pool.retire_all(self)

@@ -1,15 +1,17 @@
-"""How do the two ends find and trust each other? A listening socket, a key, and a mutual challenge.
+"""Whom does a sender let in? Those who hold the run's key: a listening socket, and a mutual challenge.
 
 The sender listens on one address, the loopback interface unless told otherwise, on a port that the kernel picks; and,
 where workers of its host may share memory with it, on a Unix socket without a file (Linux' abstract namespace).
 Before any message is read, both ends prove that they hold the run's key (HMAC-SHA256 over two fresh nonces). The
 sender waits on all clients at once, so one that is silent, slow or babbling delays nobody and is dropped after
-``HANDSHAKE_SECONDS``.
+``HANDSHAKE_SECONDS``, or as soon as there are too many; a flood of them delays a worker, and does not keep it out.
+The worker's side is in ``dialling``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import ipaddress
@@ -26,14 +28,18 @@ from typing import Any, TypedDict
 
 from typing_extensions import NotRequired
 
-from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
-from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
+from lightning_weightsync.errors import WeightSyncTimeout
+from lightning_weightsync.transports.control import ControlChannel
 
 HANDSHAKE_SECONDS = 10.0
 _MAX_PENDING = 512
-_MAGIC = b"LWS1"
-_NONCE = 32
-_MAC = hashlib.sha256().digest_size
+_AT_ONCE = 64
+_QUEUE = 1024
+_STRANGERS_BUFFER, _BUFFER = 1 << 12, 1 << 17
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+MAGIC = b"LWS1"
+NONCE = 32
+MAC = hashlib.sha256().digest_size
 
 
 class StoreInfo(TypedDict):
@@ -46,6 +52,10 @@ class StoreInfo(TypedDict):
     port: int
     authkey: str
     local: NotRequired[str]
+
+
+Proofs = tuple[bytes, bytes]
+"""What the sender, and what the worker, shows the other to prove that it holds the run's key."""
 
 
 @dataclass
@@ -69,6 +79,10 @@ class _Client:
     channel: ControlChannel | None = None
 
 
+_Pending = dict[socket.socket, _Client]
+"""Those who have not said hello, in the order in which they came."""
+
+
 def check_host(host: str) -> None:
     """Refuse an address at which no worker could reach the sender.
 
@@ -88,8 +102,10 @@ def bind_listener(host: str) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
+        # What strangers send while nobody accepts is kept by the system, for each of them; workers get more later.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _STRANGERS_BUFFER)
         listener.bind(address)
-        listener.listen(512)
+        listener.listen(_QUEUE)
     except BaseException:
         listener.close()
         raise
@@ -114,7 +130,7 @@ class Rendezvous:
             name = f"lightning_weightsync-{secrets.token_hex(16)}"
             self._local_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._local_listener.bind(f"\0{name}")
-            self._local_listener.listen(512)
+            self._local_listener.listen(_QUEUE)
             self._local_listener.setblocking(False)
         port = self._listener.getsockname()[1]
         self.info = StoreInfo(host=host, port=port, authkey=self._key.hex(), local=name)
@@ -134,6 +150,7 @@ class Rendezvous:
         """
         started = time.monotonic()
         joined: dict[int, Joined] = {}
+        pending: _Pending = {}
         with selectors.DefaultSelector() as selector:
             for listener in filter(None, (self._listener, self._local_listener)):
                 selector.register(listener, selectors.EVENT_READ, None)
@@ -153,18 +170,18 @@ class Rendezvous:
                         )
                     for key, _ in selector.select(min(0.05, deadline - now)):
                         if key.data is None:
-                            self._take_new(selector, key.fileobj)
-                        else:
-                            self._advance(selector, key.data, missing, joined)
-                    self._drop_late(selector)
+                            self._take_new(selector, key.fileobj, pending)
+                        elif key.data.sock in pending:
+                            self._advance(selector, key.data, pending, missing, joined)
+                    while pending and next(iter(pending.values())).deadline <= time.monotonic():
+                        _drop_oldest(selector, pending)
             except BaseException:
                 for member in joined.values():
                     member.channel.close()
                 raise
             finally:
-                for key in list(selector.get_map().values()):
-                    if key.data is not None:
-                        key.data.sock.close()
+                for sock in pending:
+                    sock.close()
         return joined
 
     def close(self) -> None:
@@ -173,33 +190,50 @@ class Rendezvous:
         if self._local_listener is not None:
             self._local_listener.close()
 
-    def _take_new(self, selector: selectors.BaseSelector, listener: Any) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            sock, _ = listener.accept()
-            if not _is_of_this_user(sock):
-                sock.close()
-                return
-            sock.setblocking(False)
-            client = _Client(sock, os.urandom(_NONCE), time.monotonic() + HANDSHAKE_SECONDS)
-            selector.register(sock, selectors.EVENT_READ, client)
+    def _take_new(self, selector: selectors.BaseSelector, listener: Any, pending: _Pending) -> None:
+        for _ in range(_AT_ONCE):
             try:
-                sock.send(_MAGIC + client.nonce)  # a fresh socket has room for 36 bytes
+                sock, _ = listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_DESCRIPTORS or not pending:
+                    raise
+                _drop_oldest(selector, pending)
+                continue
+            if not is_of_this_user(sock):
+                sock.close()
+                continue
+            sock.setblocking(False)
+            client = _Client(sock, os.urandom(NONCE), time.monotonic() + HANDSHAKE_SECONDS)
+            selector.register(sock, selectors.EVENT_READ, client)
+            pending[sock] = client
+            if len(pending) > _MAX_PENDING:
+                _drop_oldest(selector, pending)
+            try:
+                sock.send(MAGIC + client.nonce)  # a fresh socket has room for 36 bytes
             except OSError:
-                _drop(selector, client)
+                _drop(selector, client, pending)
 
     def _advance(
-        self, selector: selectors.BaseSelector, client: _Client, missing: set[int], joined: dict[int, Joined]
+        self,
+        selector: selectors.BaseSelector,
+        client: _Client,
+        pending: _Pending,
+        missing: set[int],
+        joined: dict[int, Joined],
     ) -> None:
         try:
             if client.channel is None:
                 self._authenticate(client)
             message = client.channel.poll() if client.channel is not None else None
         except OSError:
-            _drop(selector, client)
+            _drop(selector, client, pending)
             return
         if message is None or client.channel is None:
             return
         selector.unregister(client.sock)
+        del pending[client.sock]
         index = int(message["worker_idx"]) if message.kind == "hello" else -1
         if index in missing and index not in joined:
             joined[index] = Joined(index, int(message["pid"]), client.channel, client.sock.family == socket.AF_UNIX)
@@ -220,77 +254,26 @@ class Rendezvous:
         if not data:
             raise ConnectionError("closed before it had authenticated")
         client.received += data
-        if len(client.received) < _NONCE + _MAC:
+        if len(client.received) < NONCE + MAC:
             return
-        nonce, mac = bytes(client.received[:_NONCE]), bytes(client.received[_NONCE : _NONCE + _MAC])
-        if not hmac.compare_digest(mac, _mac(self._key, b"worker", client.nonce, nonce)):
+        nonce, shown = bytes(client.received[:NONCE]), bytes(client.received[NONCE : NONCE + MAC])
+        if not hmac.compare_digest(shown, mac(self._key, b"worker", client.nonce, nonce)):
             raise ConnectionError("wrong key")
-        client.sock.send(_mac(self._key, b"sender", client.nonce, nonce))
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+        client.sock.send(mac(self._key, b"sender", client.nonce, nonce))
         client.channel = ControlChannel(client.sock)
-        client.channel.feed(bytes(client.received[_NONCE + _MAC :]))
-
-    @staticmethod
-    def _drop_late(selector: selectors.BaseSelector) -> None:
-        pending = [key.data for key in selector.get_map().values() if key.data is not None]
-        pending.sort(key=lambda client: client.deadline)
-        now = time.monotonic()
-        excess = len(pending) - _MAX_PENDING
-        for position, client in enumerate(pending):
-            if client.deadline <= now or position < excess:
-                _drop(selector, client)
+        client.channel.feed(bytes(client.received[NONCE + MAC :]))
 
 
-def join(
-    info: StoreInfo, worker_idx: int, deadline: float, on_socket: Callable[[socket.socket], None] | None = None
-) -> tuple[ControlChannel, Message]:
-    """The worker's side: connect, authenticate both ways, say hello; returns the channel and the sender's ``welcome``.
-
-    Blocks until the sender has met all the workers that it waits for.
+def proofs(info: StoreInfo, name: str) -> Proofs:
+    """What the two ends show each other over a second connection of theirs.
 
     Args:
-        info: Where the sender is.
-        worker_idx: 0-based.
-        deadline: On the monotonic clock, in seconds.
-        on_socket: Given the socket as soon as there is one: to shut it down is to break off the wait.
-
-    Raises:
-        WeightSyncError: The sender refused this index, does not hold the key, or is gone.
-        WeightSyncTimeout: The deadline (monotonic clock, seconds) passed first.
+        info: Holds the run's key.
+        name: Of that connection; never used twice.
     """
-    where = f"the sender at {info['host']} port {info['port']}"
-    key = bytes.fromhex(info["authkey"])
-    started = time.monotonic()
-    try:
-        sock = _connect_locally(info) or socket.create_connection(
-            (info["host"], info["port"]), timeout=max(0.01, deadline - started)
-        )
-        try:
-            if on_socket is not None:
-                on_socket(sock)
-            greeting = _read_exactly(sock, len(_MAGIC) + _NONCE, deadline)
-            if not greeting.startswith(_MAGIC):
-                raise WeightSyncError(f"worker {worker_idx}: {where} does not speak this protocol")
-            theirs, ours = greeting[len(_MAGIC) :], os.urandom(_NONCE)
-            sock.sendall(ours + _mac(key, b"worker", theirs, ours))
-            if not hmac.compare_digest(_read_exactly(sock, _MAC, deadline), _mac(key, b"sender", theirs, ours)):
-                raise WeightSyncError(f"worker {worker_idx}: {where} does not hold this run's key")
-            channel = ControlChannel(sock, takes_descriptors=True)
-            channel.send("hello", worker_idx=worker_idx, pid=os.getpid(), deadline=deadline)
-            answer = channel.receive(deadline)
-        except BaseException:
-            sock.close()
-            raise
-    except (TimeoutError, ChannelTimeout) as error:
-        raise WeightSyncTimeout(
-            f"worker {worker_idx}: {where} did not answer within {time.monotonic() - started:.1f} s (phase: rendezvous)"
-        ) from error
-    except (ChannelClosed, OSError) as error:
-        raise WeightSyncError(f"worker {worker_idx}: could not join {where} (phase: rendezvous): {error}") from error
-    if answer.kind == "welcome":
-        return channel, answer
-    channel.close()
-    reason = answer["reason"] if answer.kind == "refused" else f"unexpected message {answer.kind!r}"
-    raise WeightSyncError(f"worker {worker_idx}: {where} refused it: {reason}")
+    key, context = bytes.fromhex(info["authkey"]), name.encode()
+    return mac(key, b"sender of ", context, b""), mac(key, b"worker of ", context, b"")
 
 
 def _is_wildcard(host: str) -> bool:
@@ -303,23 +286,7 @@ def _is_wildcard(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_unspecified
 
 
-def _connect_locally(info: StoreInfo) -> socket.socket | None:
-    """A connection to the sender's Unix socket; ``None`` on another host, or in another network namespace."""
-    name = info.get("local", "")
-    if not name or sys.platform != "linux":
-        return None
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.connect(f"\0{name}")
-        if _is_of_this_user(sock):
-            return sock
-    except OSError:
-        pass
-    sock.close()
-    return None
-
-
-def _is_of_this_user(sock: socket.socket) -> bool:
+def is_of_this_user(sock: socket.socket) -> bool:
     """Whether the other end of a Unix socket runs as this user (or as root); other sockets cannot tell."""
     if sock.family != socket.AF_UNIX or sys.platform != "linux":
         return True
@@ -327,21 +294,16 @@ def _is_of_this_user(sock: socket.socket) -> bool:
     return user in (os.getuid(), 0)
 
 
-def _mac(key: bytes, role: bytes, sender_nonce: bytes, worker_nonce: bytes) -> bytes:
+def mac(key: bytes, role: bytes, sender_nonce: bytes, worker_nonce: bytes) -> bytes:
+    """What proves, for these two nonces, that an end in this role holds the key."""
     return hmac.digest(key, b"lightning_weightsync/1 " + role + sender_nonce + worker_nonce, "sha256")
 
 
-def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        sock.settimeout(max(0.01, deadline - time.monotonic()))
-        chunk = sock.recv(size - len(data))
-        if not chunk:
-            raise ConnectionError("the connection was closed during the handshake (is the key this run's?)")
-        data += chunk
-    return data
-
-
-def _drop(selector: selectors.BaseSelector, client: _Client) -> None:
+def _drop(selector: selectors.BaseSelector, client: _Client, pending: _Pending) -> None:
     selector.unregister(client.sock)
+    del pending[client.sock]
     client.sock.close()
+
+
+def _drop_oldest(selector: selectors.BaseSelector, pending: _Pending) -> None:
+    _drop(selector, next(iter(pending.values())), pending)

@@ -21,13 +21,6 @@ class Holdings(NamedTuple):
     descriptors: tuple[str, ...]
 
 
-def warm_up() -> None:
-    """Have what a process makes once and keeps for good: the first store's event loop leaves two pipes."""
-    from lightning_weightsync.transports.process_group import RendezvousStore
-
-    RendezvousStore("127.0.0.1", 1.0).close()
-
-
 def holdings() -> Holdings:
     """Python threads, native threads of gloo and of stores, listening TCP addresses, kinds of open descriptors."""
     links = _descriptors()

@@ -250,10 +250,9 @@ def _main(descriptor: int) -> None:
     import torch
 
     import lightning_weightsync.schemes.distributed  # noqa: F401 - every test needs it
-    from tests.helpers.holdings import holdings, warm_up
+    from tests.helpers.holdings import holdings
 
     torch.set_num_threads(1)
-    warm_up()
     box = SimpleNamespace()
 
     def answer(number: bytes, value: Any, error: BaseException | None) -> None:

@@ -2,14 +2,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.holdings import holdings, leftovers, warm_up
+from tests.helpers.holdings import holdings, leftovers
 from tests.helpers.receivers import ReceiverPool
 from tests.helpers.schemes import Connector
 
 
 @pytest.fixture(scope="session")
 def receiver_pool() -> Iterator[ReceiverPool]:
-    warm_up()
     pool = ReceiverPool(3)
     yield pool
     pool.close()

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_weightsync import LayoutMismatchError, WeightSyncTimeout, WorkerDied, WorkerError
 from tests.helpers import schemes
-from tests.helpers.schemes import assert_same_bits, fill, hold_gate, layers, leaves_of, release_gate
+from tests.helpers.schemes import assert_same_bits, assert_text, fill, hold_gate, layers, leaves_of, release_gate
 from tests.helpers.threads import Call, eventually
 
 
@@ -131,6 +131,26 @@ def test_a_stopped_worker_holds_up_neither_the_caller_nor_the_others_and_gets_th
     assert handles[0].wait(0).value == "done"
     assert connected.versions == [30, 30]
     assert value_of(connected.leaves(1)) == 30.0
+
+
+def test_a_push_that_was_not_sent_in_time_is_a_timeout_and_the_worker_stays(connect):
+    connected = connect(source := layers(), sync=False)
+    (process,) = connected.processes
+    process.call(hold_gate)
+    try:
+        fill(source, 1.0)
+        first = send_async_at_once(connected)
+        connected.scheme.timeout = 0.3
+        with pytest.raises(WeightSyncTimeout, match="version 2") as caught:
+            connected.scheme.send_async().wait(5)
+        late = caught.value.failed[0]
+        assert isinstance(late, WeightSyncTimeout)
+        assert_text(late, rf"worker 0 \(pid {process.pid}\) is busy: push of version 2 .* not sent within 0\.\d s")
+    finally:
+        process.call(release_gate)
+    assert first.wait(5).value == "done"
+    connected.push()
+    assert connected.versions == [3]
 
 
 def test_a_blocking_send_after_asynchronous_ones_comes_last_and_is_itself_not_replaced(connect):

@@ -2,6 +2,8 @@ import contextlib
 import os
 import random
 import socket
+import subprocess
+import sys
 import time
 from ipaddress import ip_address
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.transports import rendezvous as module_under_test
 from lightning_weightsync.transports.control import ChannelClosed, ControlChannel
-from lightning_weightsync.transports.rendezvous import Rendezvous, bind_listener, check_host, join
+from lightning_weightsync.transports.dialling import join
+from lightning_weightsync.transports.rendezvous import Rendezvous, bind_listener, check_host
 from tests.helpers.sockets import frame, is_closed, num_descriptors
 from tests.helpers.threads import Call, soon
 
@@ -62,7 +65,7 @@ def read_exactly(sock, size):
 def credentials(info, greeting, nonce=bytes(32)):
     """What a worker that holds the key answers to a greeting."""
     assert greeting[:4] == b"LWS1"
-    return nonce + module_under_test._mac(bytes.fromhex(info["authkey"]), b"worker", greeting[4:], nonce)
+    return nonce + module_under_test.mac(bytes.fromhex(info["authkey"]), b"worker", greeting[4:], nonce)
 
 
 def authenticated(sender):
@@ -255,6 +258,97 @@ def test_of_too_many_clients_those_that_waited_longest_are_dropped(rendezvous, c
     assert not any(is_closed(sock, 0.02) for sock in crowd[7:])
     closing(join(rendezvous.info, 0, soon())[0])
     closing(accepting.result()[0].channel)
+
+
+SENDER = """
+import resource, sys, time
+from lightning_weightsync.transports.rendezvous import Rendezvous
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+sender = Rendezvous()
+print(*sender.info.values(), flush=True)
+joined = sender.accept([0], time.monotonic() + 20.0, lambda missing: None)
+joined[0].channel.send("welcome", run=3, version=14, generation=2, heartbeat_timeout=30.0)
+print(sorted(joined), flush=True)
+"""
+
+
+def test_a_sender_that_has_no_descriptor_left_drops_those_that_waited_longest(closing):
+    process = subprocess.Popen([sys.executable, "-c", SENDER], stdout=subprocess.PIPE, text=True)
+    try:
+        host, port, key = process.stdout.readline().split()
+        crowd = [closing(socket.create_connection((host, int(port)), timeout=5.0)) for _ in range(200)]
+        channel, message = join({"host": host, "port": int(port), "authkey": key}, 0, soon(10.0))
+        closing(channel)
+        assert dict(message.fields) == WELCOME
+        assert process.stdout.readline() == "[0]\n"
+        assert process.wait(10.0) == 0
+        assert all(is_closed(sock) for sock in crowd)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def fill_queue(family, address):
+    """Connections that nobody accepts, until the system takes no more."""
+    crowd = []
+    while len(crowd) < 3000:
+        sock = socket.socket(family)
+        crowd.append(sock)
+        sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            sock.connect(address)
+        if family == socket.AF_UNIX or len(crowd) > module_under_test._QUEUE:
+            try:
+                sock.getpeername()
+            except OSError:
+                break
+    return crowd
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets")
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET], ids=["unix", "tcp"])
+def test_where_the_queue_is_full_a_worker_waits_until_its_deadline_and_gets_in_when_the_sender_accepts(family, closing):
+    sender = closing(Rendezvous(local=family == socket.AF_UNIX))
+    info = sender.info
+    unix = family == socket.AF_UNIX
+    for sock in fill_queue(family, f"\0{info['local']}" if unix else (info["host"], info["port"])):
+        closing(sock)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncTimeout, match="phase: rendezvous"):
+        join(info, 0, started + 0.5)
+    assert 0.4 < time.monotonic() - started < 1.5
+    joining = Call(join, info, 0, soon(10.0))
+    time.sleep(0.1)
+    assert joining.running
+    joined = accept_and_welcome(sender, [0], 8.0)
+    assert joined[0].local == unix
+    closing(joined[0].channel)
+    closing(joining.result(8.0)[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets")
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET], ids=["unix", "tcp"])
+def test_a_worker_that_waits_in_front_of_a_full_queue_can_be_broken_off(family, closing):
+    sender = closing(Rendezvous(local=family == socket.AF_UNIX))
+    info = sender.info
+    for sock in fill_queue(family, f"\0{info['local']}" if info["local"] else (info["host"], info["port"])):
+        closing(sock)
+    held = []
+
+    def hold(sock):
+        held.append(sock)
+        if len(held) > 1 and held[0] is None:
+            raise ConnectionError("broken off")
+
+    joining = Call(join, info, 0, soon(10.0), hold)
+    time.sleep(0.2)
+    waiting, held[0] = held[-1], None
+    started = time.monotonic()
+    with contextlib.suppress(OSError):
+        waiting.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(WeightSyncError, match="could not join"):
+        joining.result()
+    assert time.monotonic() - started < 1.0
 
 
 def test_a_client_may_answer_byte_by_byte_and_in_one_piece_with_its_hello(rendezvous, closing):
