@@ -118,6 +118,19 @@ class SchemeCore(ABC):
         """What both sides must agree on to move bytes."""
 
     @property
+    @abstractmethod
+    def slot_device(self) -> torch.device:
+        """Where slots lie that are not shared with workers of this host."""
+
+    @abstractmethod
+    def check_backend(self) -> None:
+        """See whether this process can move bytes in the scheme's way.
+
+        Raises:
+            WeightSyncError: It cannot.
+        """
+
+    @property
     def shared_transport(self) -> SenderTransport | None:
         """The transport that all workers of this host share, where there is one."""
         return None

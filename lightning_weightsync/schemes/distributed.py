@@ -12,16 +12,17 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.strategy import StrategyName
 from lightning_weightsync.transports.base import ReceiverTransport, SenderTransport
 from lightning_weightsync.transports.link import WorkerLink
+from lightning_weightsync.transports.pair_groups import pair_groups, why_unavailable
 from lightning_weightsync.transports.process_group import (
     RECEIVER_RANK,
     SENDER_RANK,
     ProcessGroupReceiver,
     ProcessGroupSender,
-    backend_available,
 )
 from lightning_weightsync.transports.rendezvous import check_host, proofs
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
@@ -33,7 +34,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     """Pushes weights to workers in other processes, each push applied as a whole or not at all.
 
     Args:
-        backend: ``"gloo"`` (``"nccl"`` is not there yet).
+        backend: Of the process groups to workers elsewhere: ``"gloo"`` (memory of the CPU), or ``"nccl"`` (slots lie on
+            the sender's GPU and on each worker's, which must be another one; nothing is shared through the CPU, on the
+            same host neither).
         sync: For hand-written receivers: ``True``, their loop calls ``receive``; ``False``, a background thread
             applies.
         timeout: Bounds one push as a whole, in seconds.
@@ -57,7 +60,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     Raises:
         ValueError: A value that is not among those listed.
-        NotImplementedError: A value that is listed and not there yet.
 
     Example (sender; the receiver is another process to which the scheme was pickled)::
 
@@ -104,10 +106,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             verify=verify,
             only_changed=only_changed,
         )
-        if backend != "gloo":
-            raise NotImplementedError(f"backend={backend!r} is not there yet; use backend='gloo'")
-        if not backend_available(backend):
-            raise ValueError(f"backend={backend!r} is not part of this build of torch")
         self.backend = backend
         self.same_host = same_host
 
@@ -123,7 +121,26 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     @property
     def wants_local(self) -> bool:
         """Whether workers of this host may share memory with the sender."""
-        return self.same_host == "shared_memory"
+        return self.same_host == "shared_memory" and self.backend == "gloo"
+
+    @property
+    def slot_device(self) -> torch.device:
+        """The CPU; with NCCL the device of the model, or the current one."""
+        if self.backend != "nccl":
+            return torch.device("cpu")
+        model = self.model
+        leaves = self.strategy.leaves(model).values() if model is not None else ()
+        return next((leaf.device for leaf in leaves if leaf.is_cuda), torch.device("cuda", torch.cuda.current_device()))
+
+    def check_backend(self) -> None:
+        """See whether this process can form groups over the backend.
+
+        Raises:
+            WeightSyncError: It cannot.
+        """
+        why = why_unavailable(self.backend)
+        if why is not None:
+            raise WeightSyncError(why)
 
     @property
     def shared_transport(self) -> SenderTransport | None:
@@ -150,7 +167,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
                 return SharedMemoryReceiver()
             sender = self._receiver_link()
             return ProcessGroupReceiver(
-                self.backend,
+                pair_groups(self.backend, self.slot_device),
                 RECEIVER_RANK,
                 partial(sender.swap, model_id),
                 proofs(sender.info, offer["pair"]),
@@ -165,7 +182,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             return self._shared
         hub = self._sender_hub()
         return ProcessGroupSender(
-            self.backend,
+            pair_groups(self.backend, self.slot_device),
             SENDER_RANK,
             partial(hub.swap, link, model_id),
             proofs(hub.info, offer["pair"]),
@@ -177,7 +194,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return {
             "shared": self.shares(link),
             "pair": secrets.token_hex(16),
-            "only_changed": self.only_changed and self.max_slots != 1,
+            "only_changed": self.only_changed and self.max_slots != 1 and self.backend == "gloo",
         }
 
 

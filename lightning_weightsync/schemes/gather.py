@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_weightsync.schemes.strategy import write
+from lightning_weightsync.schemes.strategy import wait_for_devices, write
 from lightning_weightsync.transports.layout import Leaf, WeightLayout
 from lightning_weightsync.transports.memory import same_bytes
 from lightning_weightsync.transports.slots import Slot
@@ -50,6 +50,7 @@ class Gather:
     """
 
     def __init__(self, layout: WeightLayout, tensors: Sequence[Tensor], *, join: bool = True) -> None:
+        self._tensors = list(tensors)
         self._runs: list[_Run] = []
         self._moved: list[tuple[Leaf, Tensor]] = []
         self._others: list[tuple[int, Tensor]] = []
@@ -66,7 +67,11 @@ class Gather:
         self._end(run)
 
     def copy_to(self, slot: Slot) -> None:
-        """Copy the values of now."""
+        """Copy the values of now; they are there when this returns."""
+        if not slot.memory.is_cpu:
+            write(slot.views, self._tensors)
+            wait_for_devices([slot.memory])
+            return
         self._copy_by_torch(slot)
         start = slot.memory.data_ptr()
         for leaf, tensor in self._moved:

@@ -121,6 +121,7 @@ class ReceiverSide(SchemeCore):
                 f"the sender moves {offer['model_id']!r} over backend={offer['backend']!r}, this worker was told "
                 f"{self.backend_name!r}: give both sides the same scheme"
             )
+        self.check_backend()
         self._receiving().bind(
             layout_of_offer(offer),
             extra_keys=offer["extra_keys"],

@@ -50,6 +50,7 @@ class SenderSide(SchemeCore):
             ValueError: Neither the context nor ``num_workers`` tells how many workers there are.
             RuntimeError: The scheme has a role already.
         """
+        self.check_backend()
         self._take_role("sender", model_id)
         self._context = context
         self._source = model if model is not None else weights
@@ -132,8 +133,9 @@ class SenderSide(SchemeCore):
         model_id = self._known_model_id()
         if self._reader is None and weights is not None:
             self._source = weights
+        on_cpu = self.slot_device.type == "cpu"
         reader = self._reader or Source(
-            model_id, self._bound(), self.strategy, self.wire_dtype, only_changed=self.only_changed
+            model_id, self._bound(), self.strategy, self.wire_dtype, only_changed=self.only_changed and on_cpu
         )
         if not reader.layout.leaves:
             raise ValueError(f"the source of {model_id!r} has neither parameters nor buffers")
@@ -153,7 +155,7 @@ class SenderSide(SchemeCore):
                 extra_keys=reader.extra_keys,
                 casts=self.wire_dtype is not None,
                 strict=self.strict,
-                may_hold=max_slots > 1,
+                may_hold=max_slots > 1 and on_cpu,
                 backend=self.backend_name,
                 transport=offers[link.worker_idx],
                 budget=float(deadline - time.monotonic()),
@@ -164,7 +166,12 @@ class SenderSide(SchemeCore):
         answers = hub.ask(links.values(), offer, verdicts, phase=phase, deadline=deadline)
         _raise_refusals(model_id, answers.replies, answers.failed, phase)
         if self._pool is None:
-            self._pool = SlotPool(reader.layout, max_slots, shared=any(map(self.shares, links.values())))
+            self._pool = SlotPool(
+                reader.layout,
+                max_slots,
+                shared=any(map(self.shares, links.values())),
+                device=self.slot_device,
+            )
             self._newest = NewestWeights(self._pool)
             self._pool.prefault(2)
         self._reader = reader

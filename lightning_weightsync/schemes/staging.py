@@ -34,6 +34,7 @@ from lightning_weightsync.schemes.strategy import (
     non_persistent,
     same_values,
     unwrap,
+    wait_for_devices,
     write,
 )
 from lightning_weightsync.transports.layout import Leaf, WeightLayout, digest_of
@@ -150,7 +151,9 @@ class StagedModel:
                 window.show(slot.descriptor, keep_aside=keep_backup)
                 increment_version(self._in_window)
             if self._copied:
-                write([leaf for leaf, _ in self._copied], self._views_of(slot.memory))
+                copied = [leaf for leaf, _ in self._copied]
+                write(copied, self._views_of(slot.memory))
+                wait_for_devices(copied)
         for key, part in self._extra_parts.items():
             if key in extra:
                 self._undo.append(_restore_extra(part))

@@ -6,7 +6,7 @@ Carried are parameters and persistent buffers. Nothing here copies a tensor, exc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -151,6 +151,12 @@ def write(targets: list[Tensor], values: list[Tensor]) -> None:
     if targets:
         with torch.inference_mode():  # no_grad may not write to a model that was built in inference mode
             torch._foreach_copy_(targets, values)
+
+
+def wait_for_devices(tensors: Iterable[Tensor]) -> None:
+    """Block until what was queued for these tensors' devices, in the calling thread, is done."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def load_state(module: nn.Module, values: Mapping[str, Tensor], *, strict: bool) -> None:

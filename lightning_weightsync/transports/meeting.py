@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import Store
 
 from lightning_weightsync.transports.base import TransferFailed
 
+_NCCL_IDENTIFIER = 128  # bytes of an ncclUniqueId
+
 Values = Mapping[str, bytes]
 
 Exchange = Callable[[Values, float], Values]
@@ -74,7 +76,24 @@ class Meeting(Store):
             raise TransferFailed(f"the other end did not tell {key!r}, but {sorted(self._theirs)}")
         return self._theirs[key]
 
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of these are known; asks nobody."""
+        return all(key in self._ours or key in (self._theirs or ()) for key in keys)
+
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Called by the group, before each ``get``."""
         for key in keys:
             self.get(key)
+
+
+class LateMeeting(Meeting):
+    """The ends of an NCCL group: one makes an identifier with its first transfer, the other asks for it.
+
+    So the values are swapped when the identifier is set, or asked for.
+    """
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Called by the group; blocks until the other end has asked, if it is the identifier."""
+        super().set(key, value)
+        if self._theirs is None and len(self._ours[key]) == _NCCL_IDENTIFIER:
+            self._theirs = self._exchange(dict(self._ours), self._deadline)

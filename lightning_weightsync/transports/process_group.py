@@ -14,65 +14,51 @@ from __future__ import annotations
 import contextlib
 import hmac
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_weightsync.transports.base import Ticket, TransferFailed
 from lightning_weightsync.transports.meeting import Exchange, Meeting
-from lightning_weightsync.transports.memory import SlotMemory, create_memory_file, map_memory
+from lightning_weightsync.transports.memory import SlotMemory
+from lightning_weightsync.transports.pair_groups import PairGroups
 from lightning_weightsync.transports.rendezvous import Proofs
 from lightning_weightsync.transports.slots import Ranges, Slot, SlotPool
-from lightning_weightsync.transports.strangers import keep_out
 
 SENDER_RANK, RECEIVER_RANK = 0, 1
 _PROOF_SECONDS = 10.0
-
-
-def backend_available(backend: str) -> bool:
-    """Whether this process can build pair groups over ``backend``."""
-    return bool(
-        dist.is_available()
-        and ((backend == "gloo" and dist.is_gloo_available()) or (backend == "nccl" and dist.is_nccl_available()))
-    )
 
 
 class _Pair:
     """A process group of two.
 
     Args:
-        backend: ``"gloo"``.
+        groups: Of the backend.
         rank: ``SENDER_RANK`` or ``RECEIVER_RANK``.
         exchange: Gives the other end what it needs to find this one, and the other way round.
         proofs: What each end shows the other over the group.
         host: Address of the interface that this end listens on (each gloo pair opens a port of its own).
     """
 
-    def __init__(self, backend: str, rank: int, exchange: Exchange, proofs: Proofs, host: str) -> None:
-        if backend != "gloo":
-            raise NotImplementedError(f"backend={backend!r}: only 'gloo' is there yet")
+    def __init__(self, groups: PairGroups, rank: int, exchange: Exchange, proofs: Proofs, host: str) -> None:
+        self._groups = groups
         self._rank = rank
         self._exchange = exchange
         self._proofs = proofs
         self._host = host
         self._group: Any = None
-        self._meeting: Meeting | None = None
+        self._meeting: Meeting | None = None  # the group refers to it, but does not keep it
         self._closed = False
 
     def connect(self, deadline: float) -> None:
         """Meet the other end; see ``TransportBackend``."""
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-        self._meeting = meeting = Meeting(self._exchange, deadline)  # the group refers to it, but does not keep it
         try:
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            self._group = dist.ProcessGroupGloo(meeting, self._rank, 2, options)
+            self._group, meeting = self._groups.form(self._exchange, self._rank, self._host, deadline)
         except RuntimeError as error:
             raise TransferFailed(f"the pair group was not formed: {_first_line(error)}") from error
-        keep_out(meeting.published)
+        self._meeting = meeting
+        self._groups.formed(meeting)
         try:
             self._prove(min(deadline, time.monotonic() + _PROOF_SECONDS))
         except TransferFailed as error:
@@ -100,24 +86,21 @@ class _Pair:
         except RuntimeError as error:
             raise TransferFailed(_first_line(error)) from error
 
-    @staticmethod
-    def wait(work: Any, deadline: float) -> None:
+    def wait(self, work: Any, deadline: float) -> None:
         """Wait for what was started."""
-        # A wait of zero means "no timeout" to gloo.
-        seconds = max(0.001, deadline - time.monotonic())
         try:
-            work.wait(timedelta(seconds=seconds))
+            self._groups.wait(work, deadline)
         except RuntimeError as error:
             raise TransferFailed(_first_line(error)) from error
 
     def _prove(self, deadline: float) -> None:
         ours, expected = self._proofs[self._rank], self._proofs[1 - self._rank]
-        sent = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
-        shown = torch.zeros(len(expected), dtype=torch.uint8)
+        sent = self._groups.placed(torch.frombuffer(bytearray(ours), dtype=torch.uint8))
+        shown = self._groups.placed(torch.zeros(len(expected), dtype=torch.uint8))
         sending, receiving = self.start("send", sent), self.start("recv", shown)
         self.wait(receiving, deadline)
         self.wait(sending, deadline)
-        if not hmac.compare_digest(shown.numpy().tobytes(), expected):
+        if not hmac.compare_digest(shown.cpu().numpy().tobytes(), expected):
             raise TransferFailed("it does not hold this run's key")
 
 
@@ -196,7 +179,7 @@ class ProcessGroupReceiver(_Pair):
         everything = [(0, nbytes)] if nbytes else []
         staged = self._staged
         if staged is None:
-            staged = self._staged = _new_slot(nbytes)
+            staged = self._staged = self._new_slot(nbytes)
             self._behind = None
         changed = None
         if "changed" in ticket:
@@ -216,6 +199,12 @@ class ProcessGroupReceiver(_Pair):
         if slot is self._staged and (held or self._only_changed):
             self._current, self._staged = self._staged, self._current
 
+    def _new_slot(self, nbytes: int) -> SlotMemory:
+        try:
+            return self._groups.new_slot(nbytes)
+        except (OSError, RuntimeError) as error:
+            raise TransferFailed(f"there is no memory for a slot of {nbytes} bytes: {error}") from error
+
     def close(self) -> None:
         """Give the group and the slots up; a window that shows one keeps its memory."""
         super().close()
@@ -234,15 +223,6 @@ def _checked(ranges: Any, nbytes: int) -> Ranges:
     except (TypeError, ValueError):
         raise TransferFailed(f"{ranges!r:.200} are no ranges of {nbytes} bytes") from None
     return checked
-
-
-def _new_slot(nbytes: int) -> SlotMemory:
-    try:
-        slot = SlotMemory(torch.empty(0, dtype=torch.uint8), create_memory_file("lightning_weightsync-received"))
-        slot.memory = map_memory(slot.descriptor, nbytes)
-        return slot
-    except OSError as error:
-        raise TransferFailed(f"there is no memory for a slot of {nbytes} bytes: {error}") from error
 
 
 def _first_line(error: RuntimeError) -> str:

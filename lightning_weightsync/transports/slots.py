@@ -61,13 +61,17 @@ class SlotPool:
         layout: Of the model that a slot holds.
         max_slots: How many may exist at a time.
         shared: Whether slots lie in memory files that workers can map, or in private memory.
+        device: Where private memory is.
     """
 
-    def __init__(self, layout: WeightLayout, max_slots: int, *, shared: bool) -> None:
+    def __init__(
+        self, layout: WeightLayout, max_slots: int, *, shared: bool, device: torch.device | str = "cpu"
+    ) -> None:
         self.layout = layout
         self.nbytes = layout.nbytes
         self.max_slots = max_slots
         self.shared = shared
+        self.device = torch.device(device)
         self.when_retired: list[Callable[[int], None]] = []
         self._slots: dict[int, Slot] = {}
         self._made = 0
@@ -175,7 +179,10 @@ class SlotPool:
 
     def _make(self) -> Slot:
         descriptor = create_memory_file("lightning_weightsync-weights") if self.shared else -1
-        memory = map_memory(descriptor, self.nbytes) if self.shared else torch.empty(self.nbytes, dtype=torch.uint8)
+        if self.shared:
+            memory = map_memory(descriptor, self.nbytes)
+        else:
+            memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         slot = Slot(self._made, memory, list(self.layout.views(memory).values()), descriptor)
         self._made += 1
         self._slots[slot.index] = slot

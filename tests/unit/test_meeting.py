@@ -9,6 +9,7 @@ import torch
 
 from lightning_weightsync.transports.base import TransferFailed
 from lightning_weightsync.transports.meeting import Meeting, from_text, to_text
+from lightning_weightsync.transports.pair_groups import GlooGroups
 from lightning_weightsync.transports.process_group import (
     RECEIVER_RANK,
     SENDER_RANK,
@@ -71,7 +72,7 @@ def pair(swap=None, *, keys=("ab" * 32, "ab" * 32), seconds=5.0):
     """Both ends of a pair, connecting; yields them and the calls."""
     swap = swap or Table().swap
     ends = [
-        kind("gloo", rank, partial(swap, rank), proofs({**INFO, "authkey": keys[rank]}, "pair"), "127.0.0.1")
+        kind(GlooGroups(), rank, partial(swap, rank), proofs({**INFO, "authkey": keys[rank]}, "pair"), "127.0.0.1")
         for kind, rank in ((ProcessGroupSender, SENDER_RANK), (ProcessGroupReceiver, RECEIVER_RANK))
     ]
     try:
@@ -124,4 +125,4 @@ def test_an_other_end_that_has_told_where_it_is_and_is_not_there_is_a_timeout():
         for call in connecting:
             with pytest.raises(TransferFailed):
                 call.result()
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < 10.0
