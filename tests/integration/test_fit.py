@@ -212,6 +212,27 @@ def test_a_default_process_group_of_the_users_is_left_as_it_was(no_leftovers):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("unit", ["batches", "optim_steps"])
+def test_without_blocking_every_push_is_on_its_way_and_the_last_one_has_arrived(pair, unit):
+    """A sample's version may lag behind; it never goes backwards, and is one version within a batch."""
+    versions, ends = [], []
+    module = Learner(on_batch=lambda batch: versions.append(batch["policy_version"].unique().tolist()))
+    callback = make_callback(pair, 1, unit, blocking=False)
+    before = pair.version
+
+    def look():
+        ends.append((set(pair.digest().values()), sha256(module.actor)))
+
+    fit(module, pair, callback, AtTrainEnd(look), max_epochs=3)
+    # A group that another fit has connected gets the new module's weights as one more push.
+    assert pair.version - before == callback.num_pushes in (12, 13)
+    assert ends == [({sha256(module.actor)}, sha256(module.actor))]
+    assert all(len(version) <= 2 for version in versions)  # two workers, each with one version
+    newest = [version[-1] for version in versions]
+    assert newest == sorted(newest) and newest[0] >= before
+    assert [stat["version"] for stat in pair.stats().values()] == [pair.version] * 2
+
+
 # --- cadence, through fit --------------------------------------------------------------------------------------------
 
 
