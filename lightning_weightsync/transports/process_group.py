@@ -30,6 +30,7 @@ from lightning_weightsync.transports.strangers import keep_out
 
 SENDER_RANK, RECEIVER_RANK = 0, 1
 _PROOF_SECONDS = 10.0
+_GLOO_ATTEMPTS = 5  # to connect to an end that is not there, each as long as the group's timeout
 
 
 def backend_available(backend: str) -> bool:
@@ -65,7 +66,7 @@ class _Pair:
     def connect(self, deadline: float) -> None:
         """Meet the other end; see ``TransportBackend``."""
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        options._timeout = timedelta(seconds=max(0.1, (deadline - time.monotonic()) / _GLOO_ATTEMPTS))
         self._meeting = meeting = Meeting(self._exchange, deadline)  # the group refers to it, but does not keep it
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
