@@ -20,6 +20,7 @@ from lightning_weightsync.transports.meeting import Exchange, LateMeeting, Meeti
 from lightning_weightsync.transports.memory import SlotMemory, create_memory_file, map_memory
 from lightning_weightsync.transports.strangers import keep_out
 
+_GLOO_ATTEMPTS = 5  # to connect to an end that is not there, each as long as the group's timeout
 _LOOK_AROUND = 0.0005
 
 
@@ -53,7 +54,7 @@ class GlooGroups:
     def form(self, exchange: Exchange, rank: int, host: str, deadline: float) -> tuple[Any, Meeting]:
         """See ``PairGroups``. The two meet in here; each opens a port on ``host``."""
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        options._timeout = timedelta(seconds=max(0.1, (deadline - time.monotonic()) / _GLOO_ATTEMPTS))
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         meeting = Meeting(exchange, deadline)
         return dist.ProcessGroupGloo(meeting, rank, 2, options), meeting

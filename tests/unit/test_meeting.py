@@ -111,7 +111,9 @@ def test_an_error_of_the_swap_comes_out_of_connect(error):
                 call.result()
 
 
-def test_an_other_end_that_has_told_where_it_is_and_is_not_there_is_a_timeout():
+@pytest.mark.parametrize("attempt", range(6))
+def test_an_other_end_that_has_told_where_it_is_and_is_not_there_is_a_timeout(attempt):
+    """Which end connects, and which one waits to be connected to, is decided by their ports: several attempts."""
     table = Table()
 
     def swap(rank, ours, deadline):
@@ -120,9 +122,9 @@ def test_an_other_end_that_has_told_where_it_is_and_is_not_there_is_a_timeout():
             raise TransferFailed("changed its mind")
         return theirs
 
-    with pair(swap, seconds=1.0) as (_, connecting):
+    with pair(swap, seconds=0.6) as (_, connecting):
         started = time.monotonic()
         for call in connecting:
             with pytest.raises(TransferFailed):
                 call.result()
-        assert time.monotonic() - started < 10.0
+        assert time.monotonic() - started < 2.5  # gloo itself takes five times as long as it was given
