@@ -57,6 +57,7 @@ class Errand:
         expected: Kinds of messages that are an answer.
         phase: What it is about, for errors.
         deadline: On the monotonic clock, in seconds.
+        check: Called with the answer before it counts; raises ``ChannelClosed`` if it answers something else.
         settled: Called once, when the state is final, in whichever thread drives; must not block.
         takes_place_of: Whether this errand makes a queued one needless.
 
@@ -75,6 +76,7 @@ class Errand:
         *,
         phase: str,
         deadline: float,
+        check: Callable[[Message], None] | None = None,
         settled: Callable[[Errand], None] | None = None,
         takes_place_of: Callable[[Errand], bool] | None = None,
     ) -> None:
@@ -83,6 +85,7 @@ class Errand:
         self.expected = expected
         self.phase = phase
         self.deadline = deadline
+        self.check = check
         self.takes_place_of = takes_place_of
         self.state = ErrandState.QUEUED
         self.reply: Message | None = None
@@ -261,11 +264,13 @@ class Dispatcher:
             if self._closed:
                 self._fail_all()
                 return
-            for descriptor, _ in self._poller.poll(_LOOK_AROUND * 1000):
+            for descriptor, events in self._poller.poll(_LOOK_AROUND * 1000):
                 if descriptor == self._wake_reader.fileno():
                     with contextlib.suppress(OSError):
                         self._wake_reader.recv(4096)
                 elif (link := self._links.get(descriptor)) is not None:
+                    if events & select.POLLOUT:
+                        self._send_rest(link)
                     self._read(link)
             self._expire()
             self._send_next()
@@ -283,8 +288,19 @@ class Dispatcher:
                 errand.move(ErrandState.SENT)
             try:
                 errand.request(errand.link)
+                if errand.link.channel.has_mail:
+                    self._poller.modify(errand.link.channel.fileno(), select.POLLIN | select.POLLOUT)
             except Exception as error:  # whatever it is, it concerns one worker, and is named with it
                 self._lost(errand.link, error)
+
+    def _send_rest(self, link: WorkerLink) -> None:
+        """There is room for more of what was too much for the socket."""
+        try:
+            link.channel.post()
+            if not link.channel.has_mail:
+                self._poller.modify(link.channel.fileno(), select.POLLIN)
+        except (ChannelClosed, OSError, ValueError) as error:
+            self._lost(link, error)
 
     def _read(self, link: WorkerLink) -> None:
         try:
@@ -298,6 +314,8 @@ class Dispatcher:
                         raise ChannelClosed(f"it sent {message.kind!r} unasked")
                     if message.kind not in head.expected:
                         raise ChannelClosed(f"it answered {message.kind!r} where {sorted(head.expected)} was due")
+                    if head.check is not None:
+                        head.check(message)
                     queue.popleft()
                     self._line_up(queue)
                 head.move(ErrandState.ANSWERED, reply=message)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lightning_weightsync.transports.control import ControlChannel
+from lightning_weightsync.transports.posting import PostingChannel
 
 
 class LinkState(Enum):
@@ -35,7 +35,7 @@ class WorkerLink:
 
     worker_idx: int
     pid: int
-    channel: ControlChannel
+    channel: PostingChannel
     generation: int
     local: bool = False
     run: int = -1

@@ -20,7 +20,7 @@ from lightning_weightsync.errors import (
     WorkerError,
 )
 from lightning_weightsync.transports.base import SenderTransport, TransferFailed
-from lightning_weightsync.transports.control import Message
+from lightning_weightsync.transports.control import ChannelClosed, Message
 from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.slots import Slot, SlotPool
@@ -161,6 +161,7 @@ class Delivery:
             _ACKNOWLEDGEMENTS,
             phase=phase,
             deadline=deadline,
+            check=self._check,
             settled=self._settled,
             takes_place_of=self._takes_place_of,
         )
@@ -185,18 +186,21 @@ class Delivery:
             self._count_bytes(moved, payload.pool.nbytes - moved)
         self._announcement.send(link, models, b"".join(payload.extra for payload in self._payloads))
 
+    def _check(self, reply: Message) -> None:
+        """Answers come in the order of the requests: one that is late, or early, would be taken for all that follow."""
+        answered, due = (reply["run"], reply["version"]), (self._handle.run, self._handle.version)
+        if answered != due:
+            raise ChannelClosed(f"it acknowledged (run, version) = {answered} where {due} was due")
+
     def _settled(self, errand: Errand) -> None:
         link, handle, reply = errand.link, self._handle, errand.reply
         if reply is not None:
             applied = reply.kind == "applied"
-            if not applied:
-                handle.failed[link.worker_idx] = _reported(link, handle.phase, reply)
-            elif (reply["run"], reply["version"]) != (handle.run, handle.version):
-                applied = False
-                handle.failed[link.worker_idx] = WeightSyncError(f"worker {link.worker_idx} acknowledged another push")
-            else:
+            if applied:
                 link.run, link.version = handle.run, handle.version
                 self._verify(link, reply)
+            else:
+                handle.failed[link.worker_idx] = _reported(link, handle.phase, reply)
             for payload in self._payloads:
                 with contextlib.suppress(TransferFailed):  # then the next transfer fails, with a deadline
                     payload.transport.settled(link.worker_idx, payload.slot, applied=applied)

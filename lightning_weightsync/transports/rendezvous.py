@@ -29,7 +29,7 @@ from typing import Any, TypedDict
 from typing_extensions import NotRequired
 
 from lightning_weightsync.errors import WeightSyncTimeout
-from lightning_weightsync.transports.control import ControlChannel
+from lightning_weightsync.transports.posting import PostingChannel
 
 HANDSHAKE_SECONDS = 10.0
 _MAX_PENDING = 512
@@ -64,7 +64,7 @@ class Joined:
 
     worker_idx: int
     pid: int
-    channel: ControlChannel
+    channel: PostingChannel
     local: bool
 
 
@@ -76,7 +76,7 @@ class _Client:
     nonce: bytes
     deadline: float
     received: bytearray = field(default_factory=bytearray)
-    channel: ControlChannel | None = None
+    channel: PostingChannel | None = None
 
 
 _Pending = dict[socket.socket, _Client]
@@ -261,7 +261,7 @@ class Rendezvous:
             raise ConnectionError("wrong key")
         client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
         client.sock.send(mac(self._key, b"sender", client.nonce, nonce))
-        client.channel = ControlChannel(client.sock)
+        client.channel = PostingChannel(client.sock)
         client.channel.feed(bytes(client.received[NONCE + MAC :]))
 
 

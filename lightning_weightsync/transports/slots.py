@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.memory import create_memory_file, map_memory, same_bytes
 
@@ -85,7 +86,11 @@ class SlotPool:
                 self._make().memory.zero_()
 
     def try_acquire(self, holder: Hashable) -> Slot | None:
-        """A slot that nobody holds, now held by ``holder``; ``None`` while every slot is held."""
+        """A slot that nobody holds, now held by ``holder``; ``None`` while every slot is held.
+
+        Raises:
+            WeightSyncError: One more could be made, and there is no memory for it.
+        """
         with self._mutex:
             in_use = [slot for slot in self._slots.values() if not slot.retired]
             free = next((slot for slot in in_use if not slot.holders), None)
@@ -178,11 +183,20 @@ class SlotPool:
                 tell(slot.index)
 
     def _make(self) -> Slot:
-        descriptor = create_memory_file("lightning_weightsync-weights") if self.shared else -1
-        if self.shared:
-            memory = map_memory(descriptor, self.nbytes)
-        else:
-            memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        descriptor = -1
+        try:
+            if self.shared:
+                descriptor = create_memory_file("lightning_weightsync-weights")
+                memory = map_memory(descriptor, self.nbytes)
+            else:
+                memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        except (OSError, RuntimeError) as error:  # torch's allocator raises the latter
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise WeightSyncError(
+                f"there is no memory for one more slot of {self.nbytes} bytes, beside {len(self._slots)} (of at most "
+                f"{self.max_slots}) that there are: {error}"
+            ) from error
         slot = Slot(self._made, memory, list(self.layout.views(memory).values()), descriptor)
         self._made += 1
         self._slots[slot.index] = slot

@@ -67,7 +67,7 @@ class ReceiverProcess:
         self._pending: dict[int, Future] = {0: Future()}
         self._ready = self._pending[0]
         self.used = False
-        self._reader = threading.Thread(target=self._read, name=f"reader of {name}", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="reader of a receiver process", daemon=True)
         self._reader.start()
 
     @property

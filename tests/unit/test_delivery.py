@@ -9,6 +9,7 @@ import pytest
 from lightning_weightsync.transports.control import ControlChannel
 from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
 from lightning_weightsync.transports.link import LinkState, WorkerLink
+from lightning_weightsync.transports.posting import PostingChannel
 from tests.helpers.sockets import socket_pair
 from tests.helpers.threads import Call, eventually, soon
 
@@ -24,7 +25,7 @@ class Exchange:
         self.links, self.workers = [], []
         for index in range(num_links):
             ours, theirs = socket_pair("unix")
-            self.links.append(WorkerLink(index, 1, ControlChannel(ours), 0, True))
+            self.links.append(WorkerLink(index, 1, PostingChannel(ours), 0, True))
             self.workers.append(ControlChannel(theirs))
             self.dispatcher.watch(self.links[-1])
 

@@ -10,6 +10,7 @@ from lightning_weightsync.transports.control import ControlChannel
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.memory import create_memory_file, map_memory
+from lightning_weightsync.transports.posting import PostingChannel
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 from lightning_weightsync.transports.slots import SlotPool
 from lightning_weightsync.transports.window import Window
@@ -33,7 +34,7 @@ class Bench:
     def add(self, *, index=None, generation=0, holds=True):
         ours, theirs = socket_pair("unix")
         index = len(self.links) if index is None else index
-        link = WorkerLink(index, 1, ControlChannel(ours), generation, True)
+        link = WorkerLink(index, 1, PostingChannel(ours), generation, True)
         self.links.append(link)
         self.channels.append(ControlChannel(theirs, takes_descriptors=True))
         self.receivers.append(SharedMemoryReceiver())
