@@ -345,8 +345,9 @@ class ReceiverLink:
             channel.send("opening", model_id=model_id)
             transport.connect(deadline)
         except (TransferFailed, KeyError) as error:
+            reason = _last_words(channel, f"the transport of {model_id!r} could not be opened: {error}")
             channel.close()
-            raise ChannelClosed(f"the transport of {model_id!r} could not be opened: {error}") from error
+            raise ChannelClosed(reason) from error
 
     def _learn_slot(self, message: Message) -> None:
         transport = self._transports.get(message["model_id"])

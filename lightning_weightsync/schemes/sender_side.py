@@ -175,27 +175,32 @@ class SenderSide(SchemeCore):
             self._newest = NewestWeights(self._pool)
             self._pool.prefault(2)
         self._reader = reader
+        for index, link in links.items():
+            self._open(link, offers[index], bool(answers.replies[index]["holds"]), deadline)
+
+    def _open(self, link: WorkerLink, offer: Mapping[str, Any], holds: bool, deadline: float) -> None:
+        """Open one worker's transport: both ends at the same time, and one worker after the other.
+
+        Nothing interrupts gloo while two ends meet, and it hears no heartbeats: they have ``heartbeat_timeout`` for it.
+        """
+        hub, model_id, index = self._sender_hub(), self._known_model_id(), link.worker_idx
+        phase = f"opening the transport of {model_id!r}"
 
         def open_transport(link: WorkerLink) -> None:
-            budget = float(deadline - time.monotonic())
-            link.channel.send("open", model_id=model_id, budget=budget, deadline=deadline)
+            budget = min(deadline - time.monotonic(), self.heartbeat_timeout)
+            link.channel.send("open", model_id=model_id, budget=float(budget), deadline=deadline)
 
-        phase = f"opening the transport of {model_id!r}"
-        opened = hub.ask(links.values(), open_transport, {"opening"}, phase=phase, deadline=deadline)
-        raise_failures(opened.failed, phase)
-        for index, link in links.items():
-            holds = bool(answers.replies[index]["holds"])
-            transport = self.create_transport(link=link, offer=offers[index], holds=holds)
-            if transport is not self.shared_transport:
-                link.when_ended(transport.close)
-            self._transports[index] = transport
-            started = time.monotonic()
-            try:
-                # Nothing interrupts gloo while two ends meet, and it hears no heartbeats.
-                transport.connect(min(deadline, started + self.heartbeat_timeout))
-            except TransferFailed as error:
-                cause = link.cause or hub.lose(link, phase, time.monotonic() - started, error)
-                raise_failures({index: cause}, phase)
+        raise_failures(hub.ask([link], open_transport, {"opening"}, phase=phase, deadline=deadline).failed, phase)
+        transport = self.create_transport(link=link, offer=offer, holds=holds)
+        if transport is not self.shared_transport:
+            link.when_ended(transport.close)
+        self._transports[index] = transport
+        started = time.monotonic()
+        try:
+            transport.connect(min(deadline, started + self.heartbeat_timeout))
+        except TransferFailed as error:
+            cause = link.cause or hub.lose(link, phase, time.monotonic() - started, error)
+            raise_failures({index: cause}, phase)
 
     def snapshot(self, weights: Weights | None, holder: object, deadline: float) -> tuple[Slot, bytes]:
         """Copy weights (``None``: what was bound) into a free slot, which ``holder`` then holds.

@@ -16,6 +16,7 @@ from tests.helpers.models import WithExtraState
 from tests.helpers.schemes import (
     altered,
     assert_same_bits,
+    assert_text,
     fill,
     hold_gate,
     layers,
@@ -254,7 +255,7 @@ def test_each_replacement_is_taken_or_refused_on_its_own(five, connect, receiver
 
 def link_cause(box):
     """Why the worker's own link has ended, once it has."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 10
     while not box.scheme._link.closed:
         assert time.monotonic() < deadline, "the link is still there"
         time.sleep(0.01)
@@ -472,6 +473,63 @@ def test_pushes_that_go_on_all_the_time_reach_a_replacement_in_order(connect, re
         for version, held in seen[:-1]:
             assert_same_bits(held, pushed[version])
         assert_same_bits(seen[-1][1], leaves_of(source))
+
+
+@pytest.mark.parametrize("step", ["accept_offer", "make_transport", "meet", "apply"])
+def test_a_replacement_that_is_stopped_while_it_joins_is_given_up_soon_and_holds_nobody_up(connect, receivers, step):
+    connected = connect(source := layers(), 2, sync=False, timeout=60, connect_timeout=60, heartbeat_timeout=1.0)
+    connected.processes[1].kill()
+    new = receivers[2]
+    new.call(init_that_stops, connected.scheme, altered(source), 1, step)
+    new.begin(schemes.connect)
+    started = time.monotonic()
+    connecting = Call(connected.scheme.connect)
+    while connecting.running:
+        before = time.monotonic()
+        connected.push(worker_ids=0)
+        assert time.monotonic() - before < 0.5
+        time.sleep(0.02)
+    if step == "meet" and connect.same_host == "shared_memory":
+        connecting.result()  # there is nobody to meet
+        return
+    with pytest.raises(WeightSyncError, match="worker 1") as caught:
+        connecting.result()
+    assert list(caught.value.failed) == [1]
+    assert_text(caught.value, r"worker 1 \(pid \d+\)", r"phase: .*'policy'", r"\d\.\d s\)")
+    assert time.monotonic() - started < 3.5  # of which one second is silence
+    new.go_on()
+    assert "given this worker up" in new.call(link_cause)
+    new.call(schemes.shutdown)
+    rejoin(connected, 1, new, altered(source))
+    connected.push()
+    assert connected.versions == [connected.scheme.version] * 2
+    assert_same_bits(connected.leaves(1), leaves_of(source))
+
+
+def init_that_stops(box, scheme, model, worker_idx, step):
+    """A receiver whose process is stopped at one step of joining."""
+    import os
+    import signal
+
+    from lightning_weightsync.transports.process_group import ProcessGroupReceiver
+
+    schemes.init(box, scheme, model, worker_idx=worker_idx)
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if step == "apply":
+        scheme.staged_model.applied_hooks.append(lambda model, version: stop())
+        return
+    owner, name = (ProcessGroupReceiver, "connect") if step == "meet" else (scheme, step)
+    original = getattr(owner, name)
+
+    def stopping(*args):
+        setattr(owner, name, original)
+        stop()
+        return original(*args)
+
+    setattr(owner, name, stopping)
 
 
 # --- nothing is left ------------------------------------------------------------------------------------------------

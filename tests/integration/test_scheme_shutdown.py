@@ -189,28 +189,86 @@ def test_a_receiver_that_is_connected_but_waits_for_the_others(receivers, connec
     assert isinstance(waiting.outcome(1.0), WeightSyncError)
 
 
-def init_stuck_before_its_transport(box, scheme, model):
-    schemes.init(box, scheme, model, worker_idx=0)
+def init_stuck(box, scheme, model, worker_idx, step):
+    """A receiver that takes its time over one step of connecting."""
+    schemes.init(box, scheme, model, worker_idx=worker_idx)
     box.release = threading.Event()
-    make_transport = scheme.make_transport
+    take_step = getattr(scheme, step)
 
-    def make_transport_late(offer):
+    def take_step_late(offer):
         box.release.wait(30)
-        return make_transport(offer)
+        return take_step(offer)
 
-    scheme.make_transport = make_transport_late
+    setattr(scheme, step, take_step_late)
 
 
 @over_network
 def test_a_sender_whose_worker_does_not_meet_it_in_the_pair_group(receivers, connect):
     sender = connect.sender(source := small(), connect_timeout=60)
-    receivers[0].call(init_stuck_before_its_transport, sender, altered(source))
+    receivers[0].call(init_stuck, sender, altered(source), 0, "make_transport")
     joining = receivers[0].begin(schemes.connect)
     waiting = Waiter(sender.connect)
     waiting.assert_waiting()
     assert shut_down_here(sender) < 1.0
     assert isinstance(waiting.outcome(1.0), WeightSyncError)
     receivers[0].call(lambda box: box.release.set())
+    with pytest.raises(WeightSyncError):
+        joining.result(10.0)
+
+
+# --- while a replacement connects ----------------------------------------------------------------------------------
+
+
+def lose(connected, worker_idx):
+    connected.processes[worker_idx].kill()
+    return Waiter(connected.scheme.connect)
+
+
+def test_a_sender_that_waits_for_a_replacement(connect):
+    connected = connect(small(), 2, sync=False, timeout=3600, connect_timeout=3600)
+    waiting = lose(connected, 1)
+    waiting.assert_waiting()
+    assert shut_down_here(connected.scheme) < 1.0
+    assert "shut down" in str(waiting.outcome(1.0))
+
+
+def test_a_sender_whose_replacement_never_answers(receivers, connect):
+    connected = connect(source := small(), 2, sync=False, timeout=3600, connect_timeout=3600, heartbeat_timeout=3600)
+    receivers[2].call(init_stuck, connected.scheme, altered(source), 1, "accept_offer")
+    joining = receivers[2].begin(schemes.connect)
+    waiting = lose(connected, 1)
+    waiting.assert_waiting()
+    assert shut_down_here(connected.scheme) < 1.0
+    assert isinstance(waiting.outcome(1.0), WeightSyncError)
+    receivers[2].call(lambda box: box.release.set())
+    with pytest.raises(WeightSyncError):
+        joining.result(10.0)
+
+
+@over_network
+def test_a_sender_whose_replacement_does_not_meet_it_in_the_pair_group(receivers, connect):
+    connected = connect(source := small(), 2, sync=False, timeout=3600, connect_timeout=60, heartbeat_timeout=3600)
+    receivers[2].call(init_stuck, connected.scheme, altered(source), 1, "make_transport")
+    joining = receivers[2].begin(schemes.connect)
+    waiting = lose(connected, 1)
+    waiting.assert_waiting()
+    assert shut_down_here(connected.scheme) < 1.0
+    assert isinstance(waiting.outcome(1.0), WeightSyncError)
+    receivers[2].call(lambda box: box.release.set())
+    with pytest.raises(WeightSyncError):
+        joining.result(10.0)
+
+
+def test_a_sender_whose_replacement_does_not_apply_the_weights(receivers, connect):
+    connected = connect(source := small(), 2, sync=False, timeout=3600, connect_timeout=3600)
+    receivers[2].call(schemes.init, connected.scheme, altered(source), worker_idx=1)
+    receivers[2].call(hold_gate)
+    joining = receivers[2].begin(schemes.connect)
+    waiting = lose(connected, 1)
+    waiting.assert_waiting()
+    assert shut_down_here(connected.scheme) < 1.0
+    assert isinstance(waiting.outcome(1.0), WeightSyncError)
+    receivers[2].call(release_gate)
     with pytest.raises(WeightSyncError):
         joining.result(10.0)
 
