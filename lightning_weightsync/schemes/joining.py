@@ -84,7 +84,8 @@ def reconnect_workers(
             try:
                 for scheme in schemes:
                     scheme.attach(None, links, deadline)
-                newest = push_newest(hub, schemes, links, timeout=deadline - time.monotonic())
+                with hub.in_order(deadline):
+                    newest = push_newest(hub, schemes, links, timeout=deadline - time.monotonic())
                 _admit(hub, schemes, links, newest, deadline)
             except WeightSyncError as error:
                 hub.turn_away(links, error)

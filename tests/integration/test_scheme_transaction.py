@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncTimeout, WorkerError
-from lightning_weightsync.schemes.joining import connect_workers
+from lightning_weightsync.schemes.joining import connect_workers, reconnect_workers
 from lightning_weightsync.schemes.push import push_models
 from lightning_weightsync.transports.hub import LinkHub
 from tests.helpers import schemes
@@ -128,6 +128,13 @@ class Pair:
         for process, future in zip(self.processes, joining, strict=True):
             process.result_of(future)
 
+    def replace(self, worker_idx, process):
+        """Another process takes the worker's place."""
+        joining = process.begin(join_with_two, self.schemes, self.hub.info, worker_idx)
+        reconnect_workers(self.hub, list(self.schemes.values()), [worker_idx], time.monotonic() + 20)
+        process.result_of(joining)
+        self.processes[worker_idx] = process
+
     def fill(self, value):
         fill(self.actor, value)
         fill(self.critic, value)
@@ -197,6 +204,20 @@ def test_two_models_are_pushed_as_one_version(pair):
         assert actor == critic == [0.0 if version == 1 else float(version)]
     assert both.hub.version == 100
     assert both.held(0) == both.held(1) == (100, [100.0], [100.0])
+
+
+def test_a_replacement_gets_the_newest_of_both_models_as_one_version(pair, receivers):
+    both = pair(2)
+    both.fill(1.0)
+    both.push()
+    fill(both.actor, 2.0)
+    push_models(both.hub, {both.schemes["actor"]: None}, [0, 1], timeout=20).wait()
+    both.fill(9.0)  # is not pushed
+    both.replace(1, receivers[2])
+    assert both.held(0) == both.held(1) == (2, [2.0], [1.0])
+    assert both.hub.version == 2
+    both.push()
+    assert both.held(0) == both.held(1) == (3, [9.0], [9.0])
 
 
 def break_second_once(box):

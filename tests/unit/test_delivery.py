@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lightning_weightsync.transports.control import ControlChannel
+from lightning_weightsync.transports.control import ChannelClosed, ControlChannel
 from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.posting import PostingChannel
@@ -499,3 +499,76 @@ def test_after_closing_errands_fail_and_do_not_wait(exchange):
     Call(there.dispatcher.wait, [errand]).result(1.0)
     assert errand.state is FAILED
     assert "the sender was shut down" in str(errand.error)
+
+
+# --- links that are given up from outside ---------------------------------------------------------------------------
+
+
+def test_a_link_is_given_up_by_whoever_drives_and_all_that_is_queued_for_it_fails(exchange):
+    there = exchange(2)
+    first, queued, other = there.submit(there.errand(0, 1), there.errand(0, 2), there.errand(1, 3))
+    waiting = Call(there.dispatcher.wait, [first, queued, other])
+    assert there.asked(0) == 1
+    there.dispatcher.give_up(there.links[0], ConnectionError("another has taken its place"))
+    assert there.links[0].state is LinkState.BROKEN
+    assert (first.state, queued.state, other.state) == (FAILED, FAILED, SENT)
+    assert "another has taken its place" in str(queued.error)
+    there.answer(1, 3)
+    assert waiting.result(5) is True
+
+
+def test_a_link_is_given_up_while_nobody_drives_and_after_the_end(exchange):
+    there = exchange(2)
+    there.dispatcher.give_up(there.links[0], ConnectionError("not needed"))
+    assert there.links[0].state is LinkState.BROKEN and there.lost == [0]
+    there.dispatcher.close()
+    there.dispatcher.give_up(there.links[1], ConnectionError("not needed"))
+    assert there.links[1].state is LinkState.BROKEN
+
+
+def test_an_answer_that_is_not_the_one_that_is_due_costs_the_link(exchange):
+    there = exchange()
+    errand = there.errand()
+
+    def check(message):
+        raise ChannelClosed(f"version {message['version']}")
+
+    errand.check = check
+    there.submit(errand)
+    waiting = Call(there.dispatcher.wait, [errand])
+    there.asked()
+    there.answer(number=7)
+    assert waiting.result(5) is True
+    assert errand.state is FAILED and "version 7" in str(errand.error)
+    assert there.links[0].state is LinkState.BROKEN
+
+
+def test_a_request_that_no_socket_holds_keeps_nobody_else_waiting(exchange):
+    there = exchange(2, heartbeat_timeout=0.5)
+    big = there.errand(0, 1)
+    fields = {"run": 1, "version": 1, "models": [], "budget": 1.0, "initial": False}
+    big.request = lambda link: link.channel.send("push", bytes(30_000_000), **fields)
+    small = there.errand(1, 2)
+    there.submit(big, small)
+    serving = there.serve(1, count=1)
+    started = time.monotonic()
+    there.dispatcher.wait([small])
+    assert time.monotonic() - started < 0.4
+    assert serving.result(5) == [2]
+    there.dispatcher.wait([big])
+    assert 0.4 < time.monotonic() - started < 1.5
+    assert big.state is FAILED and "silent" in str(big.error)
+
+
+def test_a_request_that_no_socket_holds_arrives_as_it_is_read(exchange):
+    there = exchange()
+    errand = there.errand()
+    fields = {"run": 1, "version": 1, "models": [], "budget": 1.0, "initial": False}
+    errand.request = lambda link: link.channel.send("push", b"x" * 30_000_000, **fields)
+    there.submit(errand)
+    waiting = Call(there.dispatcher.wait, [errand])
+    message = there.workers[0].receive(soon(10))
+    assert message.blob == b"x" * 30_000_000
+    there.answer()
+    assert waiting.result(5) is True
+    assert errand.state is ANSWERED

@@ -1,11 +1,14 @@
 """Slots are rewritten only when nobody holds them."""
 
+import errno
 import os
 import threading
 
 import pytest
 import torch
 
+from lightning_weightsync.errors import WeightSyncError
+from lightning_weightsync.transports import slots
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.slots import SlotPool
 from tests.helpers.sockets import num_descriptors
@@ -229,3 +232,22 @@ def test_many_threads_never_get_one_slot_at_once(make):
         thread.join(20)
     assert clashes == []
     assert len(pool) <= 3
+
+
+def test_no_memory_for_one_more_slot_is_an_error_that_says_so_and_leaves_nothing(make, monkeypatch):
+    pool = make(max_slots=2)
+    taken = pool.try_acquire("first")
+    before = num_descriptors()
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(slots, "map_memory", full)
+        patched.setattr(slots.torch, "empty", full)
+        with pytest.raises(
+            WeightSyncError, match=rf"slot of {LAYOUT.nbytes} bytes, beside 1 \(of at most 2\).*No space"
+        ):
+            pool.try_acquire("second")
+    assert num_descriptors() == before and len(pool) == 1
+    assert pool.try_acquire("second") not in (None, taken)
