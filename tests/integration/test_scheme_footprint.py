@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_weightsync.transports.control import ControlChannel
+from lightning_weightsync.transports.posting import PostingChannel
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings, resident_bytes
 from tests.helpers.schemes import assert_same_bits, fill, leaves_of, randomise
@@ -48,7 +48,7 @@ class Counting:
 def count_push(connected, monkeypatch):
     """(Transfers, control messages) of one push, on the sender's side."""
     groups, messages = [], []
-    write = ControlChannel._write
+    write = PostingChannel._write
 
     def counted(channel, frame, *args):
         size = int.from_bytes(frame[:4], "big")
@@ -60,7 +60,7 @@ def count_push(connected, monkeypatch):
             if hasattr(transport, "_group"):
                 groups.append(Counting(transport._group))
                 patch.setattr(transport, "_group", groups[-1])
-        patch.setattr(ControlChannel, "_write", counted)
+        patch.setattr(PostingChannel, "_write", counted)
         connected.push()
     return sum(group.sends for group in groups), messages
 
