@@ -221,7 +221,7 @@ def test_a_control_channel_that_breaks_costs_one_worker_its_link(connect, receiv
     held = {1: leaves_of(source)}
     connected.processes[1].call(spoil)
     fill(source, 2.0)
-    held[2] = leaves_of(source)  # a worker that talks nonsense may have heard of it before the sender hears the nonsense
+    held[2] = leaves_of(source)  # one that talks nonsense may hear of it before the sender hears the nonsense
     _, seconds = failing_push(connected, WorkerDied)
     assert seconds < 1.0
     assert_same_bits(connected.leaves(0), held[2])
