@@ -82,6 +82,7 @@ class StagedModel:
         self._window: Window | None = None
         self._entered = False
         self._switched: list[tuple[Tensor, str]] = []
+        self._in_window: list[Tensor] = []  # the leaves of `_switched`
         self._copied: list[tuple[Tensor, str]] = []
         self._views: dict[int, list[Tensor]] = {}
         self._undo: list[Callable[[], None]] = []
@@ -179,7 +180,7 @@ class StagedModel:
         """Move leaves out of the window into memory of their own. The caller holds the gate alone."""
         self._leave_window(self._in_window)
         self._window = None
-        self._switched, self._copied = [], self._switched + self._copied
+        self._switched, self._in_window, self._copied = [], [], self._switched + self._copied
         self._may_switch = False
         self._views = {}
         self._undo = []
@@ -260,7 +261,8 @@ class StagedModel:
                 seen.add(id(live[name]))
                 switchable = self._may_switch and self._is_switchable(live[name], offered[name])
                 (self._switched if switchable else self._copied).append((live[name], offered[name].name))
-        staying = {id(leaf) for leaf, _ in self._switched}
+        self._in_window = [leaf for leaf, _ in self._switched]
+        staying = {id(leaf) for leaf in self._in_window}
         self._leave_window([leaf for leaf in before if id(leaf) not in staying])
         self._entered = False
         return leaves
@@ -314,10 +316,6 @@ class StagedModel:
         for leaf in leaves:
             if self._is_in_window(leaf):
                 leaf.data = own.setdefault(leaf.data_ptr(), leaf.data.clone())
-
-    @property
-    def _in_window(self) -> list[Tensor]:
-        return [leaf for leaf, _ in self._switched]
 
     def _views_of(self, slot: Tensor) -> list[Tensor]:
         """The slot's leaves as the copied ones need them; made once per slot."""
