@@ -9,16 +9,13 @@ each time, and a dict is quickly walked: these are asked again for each push.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
-from operator import is_, methodcaller
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_weightsync.schemes.strategy import Weights, WeightStrategy, module_parts, unwrap
-
-_values = methodcaller("values")
 
 
 class Leaves:
@@ -37,13 +34,13 @@ class Leaves:
         self.tensors: dict[str, Tensor] = strategy.leaves(source)
         self._strategy = strategy
         self._walk_again = not isinstance(source, nn.Module) or strategy.extract_as == "state_dict"
-        homes: list[Mapping[str, Any]] = []
+        homes: list[dict[str, Any]] = []
         if isinstance(source, nn.Module):
             for _, part in module_parts(unwrap(source)):
                 homes += (part._parameters, part._buffers, part._modules)
         self._homes = [home for home in homes if home]
         self._empty = [home for home in homes if not home]
-        self._things = list(chain.from_iterable(map(_values, self._homes)))
+        self._things = list(chain.from_iterable(map(dict.values, self._homes)))
         self.remember_forms()
 
     def remember_forms(self) -> None:
@@ -59,7 +56,7 @@ class Leaves:
         """
         if any(self._empty) or sum(map(len, self._homes)) != len(self._things):
             return True
-        if not all(map(is_, chain.from_iterable(map(_values, self._homes)), self._things)):
+        if not all(map(is_, chain.from_iterable(map(dict.values, self._homes)), self._things)):
             return True
         if not self._in_form():
             return True
