@@ -6,6 +6,10 @@ applied as soon as the gate is free), or the worker's loop does (``serve_once``:
 says).
 
 A second small thread sends heartbeats, so that a long environment step is not taken for a dead worker.
+
+    NEW --join()--> JOINING --welcome--> JOINED --first version applied--> SERVING
+     |  <--refused, late--+                 |                                 |
+     +--------------------+-----------------+--end(), or the channel ends-----+--> ENDED
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any, Protocol
 
 from lightning_weightsync.errors import LayoutMismatchError, StaleVersionError, WeightSyncError, WeightSyncTimeout
@@ -33,6 +38,24 @@ from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.rendezvous import StoreInfo
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver
 
+
+class ReceiverState(Enum):
+    """See the module's picture. An ended link is never joined again: a process that comes back makes another."""
+
+    NEW = "new"
+    JOINING = "joining"
+    JOINED = "joined"
+    SERVING = "serving"
+    ENDED = "ended"
+
+
+_MOVES: Mapping[ReceiverState, frozenset[ReceiverState]] = {
+    ReceiverState.NEW: frozenset({ReceiverState.JOINING, ReceiverState.ENDED}),
+    ReceiverState.JOINING: frozenset({ReceiverState.JOINED, ReceiverState.NEW, ReceiverState.ENDED}),
+    ReceiverState.JOINED: frozenset({ReceiverState.SERVING, ReceiverState.ENDED}),
+    ReceiverState.SERVING: frozenset({ReceiverState.ENDED}),
+    ReceiverState.ENDED: frozenset(),
+}
 _NEVER = 365 * 86400.0
 _LEAVE_SECONDS = 0.3
 
@@ -66,6 +89,8 @@ class ReceiverLink:
         run: Run of the weights in force.
         version: Version of the weights in force; -1 before the first.
         generation: Which replacement of this index the sender takes it for.
+        state: See ``ReceiverState``; changed by ``_move`` alone.
+        cause: Why it is ``ENDED``, if that was not in good order.
     """
 
     def __init__(self, info: StoreInfo, worker_idx: int, gate: Gate) -> None:
@@ -75,7 +100,7 @@ class ReceiverLink:
         self.run = -1
         self.version = -1
         self.generation = -1
-        self.closed = False
+        self.state = ReceiverState.NEW
         self.cause: Exception | None = None
         self._destinations: dict[str, Destination] = {}
         self._offers: dict[str, Message] = {}
@@ -86,7 +111,7 @@ class ReceiverLink:
         self._refusal: Exception | None = None
         self._threads: list[threading.Thread] = []
         self._ended = threading.Event()
-        self._ending = threading.Lock()
+        self._moving = threading.Lock()
 
     def add(self, destination: Destination) -> None:
         """Register a destination; before ``connect``."""
@@ -100,7 +125,9 @@ class ReceiverLink:
             WeightSyncTimeout: The deadline (monotonic clock, seconds) passed first.
             WeightSyncError: The sender refused this worker, went away, or gave up on its own account.
         """
-        channel = self._channel or self._join(deadline)
+        if self.state is ReceiverState.NEW:
+            self.join(deadline)
+        channel = self._open_channel()
         started = time.monotonic()
         try:
             while self.version < 0:
@@ -121,6 +148,34 @@ class ReceiverLink:
         except BaseException as error:
             self.end(error if isinstance(error, Exception) else None)
             raise
+
+    def join(self, deadline: float) -> None:
+        """Meet the sender, and have it take this worker in; ``connect`` does that first. Blocks on the sender.
+
+        Raises:
+            WeightSyncTimeout: The deadline (monotonic clock, seconds) passed first.
+            WeightSyncError: The sender refused this worker or went away, or this end was shut down meanwhile.
+        """
+
+        def hold(sock: socket.socket) -> None:
+            self._joining = sock  # from here on `end` breaks the wait off
+            if self.state is ReceiverState.ENDED:
+                raise ChannelClosed("this end was shut down")
+
+        if not self._move(ReceiverState.JOINING):
+            raise WeightSyncError(f"worker {self.worker_idx} cannot join: its link is {self.state.value}")
+        try:
+            channel, welcome = join(self.info, self.worker_idx, deadline, hold)
+        except WeightSyncError as error:
+            if not self._move(ReceiverState.NEW):
+                raise WeightSyncError(f"worker {self.worker_idx} was shut down while it connected") from error
+            raise
+        self.generation = welcome["generation"]
+        self._channel = channel  # before the move: who ends the link from then on closes it
+        if not self._move(ReceiverState.JOINED):
+            channel.close()
+            raise WeightSyncError(f"worker {self.worker_idx} was shut down while it connected")
+        self._spawn(self._beat, "heartbeat", channel, float(welcome["heartbeat_timeout"]))
 
     def start_service(self) -> None:
         """From now on a background thread serves the sender, and commits as soon as the gate is free."""
@@ -171,7 +226,7 @@ class ReceiverLink:
 
     def check_wanted(self) -> None:
         """See ``schemes.transaction.Origin``: a sender that gives a push up closes the link, and so does ``end``."""
-        if self.closed:
+        if self.state is ReceiverState.ENDED:
             raise ChannelClosed("this end was shut down")
         if self._channel is not None:
             self._channel.check_open()
@@ -183,13 +238,10 @@ class ReceiverLink:
             cause: Why, if it is not in good order.
             keep_models: Whether the models are used on: they are moved out of the sender's slots first.
         """
-        with self._ending:
-            if self.closed:
-                return
-            self.closed = True
-            if isinstance(cause, ChannelClosed) and self._channel is not None:
-                cause = ChannelClosed(_last_words(self._channel, str(cause)))
-            self.cause = cause
+        if not self._move(ReceiverState.ENDED, cause):
+            return
+        if isinstance(cause, ChannelClosed) and self._channel is not None:
+            self.cause = ChannelClosed(_last_words(self._channel, str(cause)))
         if keep_models:
             self._leave_slots()
         self._ended.set()
@@ -203,6 +255,14 @@ class ReceiverLink:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(0.9)
+
+    def _move(self, state: ReceiverState, cause: Exception | None = None) -> bool:
+        """Change the state if that is a move of the table; whether it was."""
+        with self._moving:
+            if state not in _MOVES[self.state]:
+                return False
+            self.state, self.cause = state, cause
+            return True
 
     def _leave_slots(self) -> None:
         # While the channel is open the sender writes nothing into them; once it is lost it never does again.
@@ -234,30 +294,8 @@ class ReceiverLink:
         """Address of this worker's interface to its sender; ``None`` if they are connected by a Unix socket."""
         return self._open_channel().local_host
 
-    def _join(self, deadline: float) -> ControlChannel:
-        def hold(sock: socket.socket) -> None:
-            with self._ending:
-                self._joining = sock
-                if self.closed:
-                    raise ChannelClosed("this end was shut down")
-
-        try:
-            channel, welcome = join(self.info, self.worker_idx, deadline, hold)
-        except WeightSyncError as error:
-            if self.closed:
-                raise WeightSyncError(f"worker {self.worker_idx} was shut down while it connected") from error
-            raise
-        with self._ending:
-            if self.closed:
-                channel.close()
-                raise WeightSyncError(f"worker {self.worker_idx} was shut down while it connected")
-            self._channel = channel
-        self.generation = welcome["generation"]
-        self._spawn(self._beat, "heartbeat", channel, float(welcome["heartbeat_timeout"]))
-        return channel
-
     def _open_channel(self) -> ControlChannel:
-        if self._channel is None or self.closed:
+        if self._channel is None or self.state is ReceiverState.ENDED:
             why = "was never connected" if self._channel is None else f"has ended: {self.cause or 'shut down'}"
             raise WeightSyncError(f"worker {self.worker_idx}: the link to the sender {why}")
         return self._channel
@@ -389,6 +427,8 @@ class ReceiverLink:
             push.commit()
             if push.error is not None:  # aborted by a commit in another thread
                 raise push.error
+            if self.state is ReceiverState.JOINED:
+                self._move(ReceiverState.SERVING)
         except Exception as error:
             if push.error is None:
                 push.abort(error)

@@ -14,7 +14,7 @@ from lightning_weightsync.paths import resolve
 from lightning_weightsync.schemes.core import SchemeCore, process_gate
 from lightning_weightsync.schemes.forward_gate import gate_forward
 from lightning_weightsync.schemes.gate import Gate
-from lightning_weightsync.schemes.receiver import ReceiverLink, layout_of_offer
+from lightning_weightsync.schemes.receiver import ReceiverLink, ReceiverState, layout_of_offer
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.base import ReceiverTransport
@@ -155,7 +155,8 @@ class ReceiverSide(SchemeCore):
     def _connect_receiver(self, worker_idx: int | None) -> None:
         if worker_idx is not None:
             self._worker_idx = worker_idx
-        if self._owns_link and not self._ended and self._link is not None and self._link.closed:
+        link_ended = self._link is not None and self._link.state is ReceiverState.ENDED
+        if self._owns_link and not self._ended and link_ended:
             # It ended by itself, and has moved the model out of the sender's slots: join again, as a new worker does.
             self._link = None
             before = self._receiving()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -29,6 +29,14 @@ class TransactionState(Enum):
     STAGED = "staged"
     APPLIED = "applied"
     ABORTED = "aborted"
+
+
+_MOVES: Mapping[TransactionState, frozenset[TransactionState]] = {
+    TransactionState.ANNOUNCED: frozenset({TransactionState.STAGED, TransactionState.ABORTED}),
+    TransactionState.STAGED: frozenset({TransactionState.APPLIED, TransactionState.ABORTED}),
+    TransactionState.APPLIED: frozenset(),
+    TransactionState.ABORTED: frozenset(),
+}
 
 
 @dataclass(frozen=True)
@@ -142,11 +150,7 @@ class Transaction:
             model.keep()
 
     def _move(self, state: TransactionState) -> None:
-        allowed = {
-            TransactionState.ANNOUNCED: (TransactionState.STAGED, TransactionState.ABORTED),
-            TransactionState.STAGED: (TransactionState.APPLIED, TransactionState.ABORTED),
-        }
-        if state not in allowed.get(self.state, ()):
+        if state not in _MOVES[self.state]:
             raise RuntimeError(f"a push cannot go from {self.state.value} to {state.value}")
         self.state = state
 

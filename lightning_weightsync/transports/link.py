@@ -1,8 +1,14 @@
-"""What does the sender know about one worker? Its link: channel, generation, and the (run, version) it has applied."""
+"""What does the sender know about one worker? Its link: channel, generation, and the (run, version) it has applied.
+
+A link is made by the rendezvous, and ends once; a worker that comes back gets another one.
+
+    OPEN --channel ends, silence, deadline, torn transfer, replaced--> BROKEN
+      +--the sender ends it in good order----------------------------> CLOSED
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -10,11 +16,18 @@ from lightning_weightsync.transports.posting import PostingChannel
 
 
 class LinkState(Enum):
-    """``OPEN`` until the worker or its channel fails (``BROKEN``) or the sender ends it in good order (``CLOSED``)."""
+    """See the module's picture."""
 
     OPEN = "open"
     BROKEN = "broken"
     CLOSED = "closed"
+
+
+_MOVES: Mapping[LinkState, frozenset[LinkState]] = {
+    LinkState.OPEN: frozenset({LinkState.BROKEN, LinkState.CLOSED}),
+    LinkState.BROKEN: frozenset(),
+    LinkState.CLOSED: frozenset(),
+}
 
 
 @dataclass
@@ -53,9 +66,10 @@ class WorkerLink:
 
     def end(self, cause: Exception | None = None) -> None:
         """Close the channel and release what hangs on it: ``BROKEN`` with a cause, ``CLOSED`` without. Idempotent."""
-        if self.state is not LinkState.OPEN:
+        state = LinkState.CLOSED if cause is None else LinkState.BROKEN
+        if state not in _MOVES[self.state]:  # it has ended already
             return
-        self.state = LinkState.CLOSED if cause is None else LinkState.BROKEN
+        self.state = state
         self.cause = cause
         self.channel.close()
         for release in self._on_end:

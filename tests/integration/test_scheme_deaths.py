@@ -350,7 +350,7 @@ def test_a_receiver_whose_sender_is_killed_in_the_middle_of_a_push_keeps_what_it
 
 def link_cause(box):
     deadline = time.monotonic() + 5
-    while not box.scheme._link.closed:
+    while box.scheme._link.state.value != "ended":
         assert time.monotonic() < deadline, "the link is still there"
         time.sleep(0.01)
     return str(box.scheme._link.cause)

@@ -256,7 +256,7 @@ def test_each_replacement_is_taken_or_refused_on_its_own(five, connect, receiver
 def link_cause(box):
     """Why the worker's own link has ended, once it has."""
     deadline = time.monotonic() + 10
-    while not box.scheme._link.closed:
+    while box.scheme._link.state.value != "ended":
         assert time.monotonic() < deadline, "the link is still there"
         time.sleep(0.01)
     return str(box.scheme._link.cause)
