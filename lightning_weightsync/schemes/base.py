@@ -39,7 +39,8 @@ class WeightSyncScheme(SenderSide, ReceiverSide):
         strict: Whether the sender must have every leaf of the receiver. A leaf that only the sender has, or of another
             shape or dtype, is an error in any case.
         apply: ``"auto"`` lets the receiver's parameters live in the slot where that is safe; ``"copy"`` always copies.
-        max_slots: How many slots the sender may make; ``None``, 2 per worker and 2. With 1, receivers copy.
+        max_slots: How many slots the sender may make; ``None``, 2 per worker and 2. With no more than one per worker,
+            those of this host copy, or there would be none left once each has another version in force.
         wire_dtype: Floating-point leaves travel in this dtype; the receiver keeps its own.
         verify: Whether each worker says what it has applied (SHA-256 over the leaves, some 0.2 s for 300 MB on each
             side), for the sender to compare with what it sent.

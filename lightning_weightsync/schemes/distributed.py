@@ -46,8 +46,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             push, whatever their number) or ``"network"`` (as if they were elsewhere).
         apply: ``"auto"`` lets the receiver's parameters live in the slot where that is safe (see ``schemes.staging``);
             ``"copy"`` always copies into the receiver's own tensors.
-        max_slots: How many slots the sender may make; ``None``, 2 per worker and 2. With 1, receivers copy and ``send``
-            waits.
+        max_slots: How many slots the sender may make; ``None``, 2 per worker and 2. With no more than one per worker,
+            those of this host copy, or there would be none left once each has another version in force. With 1,
+            ``send`` waits.
         host: Address that the sender listens on; workers connect to it.
         strategy: ``"tensordict"`` or ``"state_dict"``, see ``WeightStrategy``.
         strict: Whether the sender must have every leaf of the receiver.
@@ -194,7 +195,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return {
             "shared": self.shares(link),
             "pair": secrets.token_hex(16),
-            "only_changed": self.only_changed and self.max_slots != 1 and self.backend == "gloo",
+            "only_changed": self.only_changed and self._spares_slots() and self.backend == "gloo",
         }
 
 

@@ -140,9 +140,6 @@ class SenderSide(SchemeCore):
         if not reader.layout.leaves:
             raise ValueError(f"the source of {model_id!r} has neither parameters nor buffers")
         layout = reader.layout.to_json()
-        # The most that are in use at once: each worker has one in force and another one sent to it, one is waiting for
-        # all of them, and one is being written. Slots are made when they are needed.
-        max_slots = 2 * hub.num_workers + 2 if self.max_slots is None else self.max_slots
         phase = f"agreeing on the layout of {model_id!r}"
         offers: dict[int, dict[str, Any]] = {}
 
@@ -155,7 +152,7 @@ class SenderSide(SchemeCore):
                 extra_keys=reader.extra_keys,
                 casts=self.wire_dtype is not None,
                 strict=self.strict,
-                may_hold=max_slots > 1 and on_cpu,
+                may_hold=on_cpu and (self._spares_slots() or not self.shares(link)),
                 backend=self.backend_name,
                 transport=offers[link.worker_idx],
                 budget=float(deadline - time.monotonic()),
@@ -168,7 +165,7 @@ class SenderSide(SchemeCore):
         if self._pool is None:
             self._pool = SlotPool(
                 reader.layout,
-                max_slots,
+                self._slot_limit(),
                 shared=any(map(self.shares, links.values())),
                 device=self.slot_device,
             )
@@ -201,6 +198,15 @@ class SenderSide(SchemeCore):
         except TransferFailed as error:
             cause = link.cause or hub.lose(link, phase, time.monotonic() - started, error)
             raise_failures({index: cause}, phase)
+
+    def _slot_limit(self) -> int:
+        # The most that are in use at once: each worker has one in force and another one sent to it, one is waiting for
+        # all of them, and one is being written. Slots are made when they are needed.
+        return 2 * self._sender_hub().num_workers + 2 if self.max_slots is None else self.max_slots
+
+    def _spares_slots(self) -> bool:
+        """Whether one is left for the next version when each worker has another version in force, in a slot each."""
+        return self._slot_limit() > self._sender_hub().num_workers
 
     def snapshot(self, weights: Weights | None, holder: object, deadline: float) -> tuple[Slot, bytes]:
         """Copy weights (``None``: what was bound) into a free slot, which ``holder`` then holds.

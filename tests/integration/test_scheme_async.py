@@ -292,6 +292,17 @@ def test_where_slots_are_limited_the_caller_waits_for_one_at_most_as_long_as_tim
         connected.scheme.send_async()
 
 
+@pytest.mark.parametrize("only_changed", [False, True])
+def test_workers_that_have_different_versions_in_force_leave_a_slot_for_the_next_one(connect, only_changed):
+    connected = connect(source := layers(), 2, sync=False, max_slots=2, timeout=2.0, only_changed=only_changed)
+    fill(source, 1.0)
+    connected.scheme.send(worker_ids=[0])
+    for value in (2.0, 3.0):
+        fill(source, value)
+        connected.scheme.send()
+    assert [value_of(connected.leaves(index)) for index in (0, 1)] == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("stuck", ["gate", "stopped"])
 def test_shutdown_with_pushes_under_way_takes_less_than_a_second_and_fails_them(connect, stuck):
     connected = connect(source := layers(), 2, sync=False, timeout=3600, heartbeat_timeout=3600)
