@@ -113,9 +113,7 @@ class Transaction:
                 return False
             try:
                 with self._gate.alone(self.deadline, self._check_wanted):
-                    self._check_wanted()
-                    if time.monotonic() >= self.deadline:
-                        raise WeightSyncTimeout("the deadline passed before the staged weights could be applied")
+                    self._check_in_time()
                     if self.state is not TransactionState.STAGED:  # aborted while it waited for the gate
                         return False
                     self._switch()
@@ -125,6 +123,11 @@ class Transaction:
                     self.abort(error)
                 raise
             return True
+
+    def _check_in_time(self) -> None:
+        self._check_wanted()
+        if time.monotonic() >= self.deadline:
+            raise WeightSyncTimeout("the deadline passed before the staged weights were applied")
 
     def _switch(self) -> None:
         before = [(holder.run, holder.version) for holder in self._holders]
@@ -140,6 +143,8 @@ class Transaction:
             for model in touched:
                 for hook in model.applied_hooks:
                     hook(model.target, self.version)
+            if any(model.applied_hooks for model in touched):  # they may have taken longer than anybody has waited
+                self._check_in_time()
         except BaseException:
             for model in reversed(touched):
                 model.roll_back()

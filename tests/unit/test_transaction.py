@@ -406,6 +406,25 @@ def test_an_applied_hook_that_raises_rolls_every_model_back(gate, error, num_mod
         assert_same_bits(dict(model.target.state_dict()), pushed_values(model, 2))
 
 
+@pytest.mark.parametrize("why", ["late", "called off"])
+def test_a_push_that_is_given_up_while_a_hook_runs_is_rolled_back(gate, why):
+    model, link = destination(), Link()
+    push = staged_push(gate, model, deadline=soon(0.1 if why == "late" else 30.0), origin=link)
+    before = values(model.target)
+
+    def hook(target, version):
+        if why == "late":
+            time.sleep(0.15)
+        else:
+            link.called_off_after = link.asked
+
+    model.applied_hooks.append(hook)
+    with pytest.raises(WeightSyncTimeout if why == "late" else ConnectionError):
+        push.commit()
+    assert_aborted(push, gate, {model: before})
+    assert (link.run, link.version) == (2, 6)
+
+
 def test_hooks_run_once_each_after_all_models_have_switched_and_before_any_reader(gate):
     models = [destination(name=name) for name in ("actor", "critic")]
     calls = []
