@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 
+from lightning_weightsync.errors import WeightSyncTimeout
 from lightning_weightsync.transports.control import ChannelClosed, Message
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 
@@ -358,7 +359,7 @@ class Dispatcher:
                 self._line_up(queue)
             who, seconds = f"worker {errand.link.worker_idx} (pid {errand.link.pid})", time.monotonic() - errand.created
             late = f"{who} is busy: {errand.phase} was not sent within {seconds:.1f} s"
-            errand.move(ErrandState.FAILED, error=TimeoutError(late))
+            errand.move(ErrandState.FAILED, error=WeightSyncTimeout(late))
 
     def _lost(self, link: WorkerLink, error: Exception) -> None:
         """Give a link up, and with it everything that was meant for it."""

@@ -341,6 +341,9 @@ class LinkHub:
         """End a link that cannot be used any more; returns the cause that the user is shown."""
         who = f"worker {link.worker_idx} (pid {link.pid})"
         last = f"it holds version {link.version}" if link.version >= 0 else "it holds no version yet"
+        if self._closed.is_set():  # nothing is wrong with the worker
+            link.end()
+            return WeightSyncError(f"{who}: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
         cause: Exception
         death = self._watcher.cause_of_death(link.worker_idx, 0.5) if self._watcher and _is_end(error) else None
         if death is not None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from lightning_weightsync.errors import WeightSyncTimeout
 from lightning_weightsync.transports.control import ChannelClosed, ControlChannel
 from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
 from lightning_weightsync.transports.link import LinkState, WorkerLink
@@ -287,7 +288,7 @@ def test_a_queued_errand_that_was_not_sent_in_time_fails_alone(exchange):
     assert there.dispatcher.wait([second], soon(5)) is True
     assert second.state is FAILED
     assert re.fullmatch(r"worker 0 \(pid \d+\) is busy: push 2 was not sent within 0\.\d s", str(second.error))
-    assert isinstance(second.error, TimeoutError)
+    assert isinstance(second.error, WeightSyncTimeout)
     worker = there.serve(0, count=2)
     assert there.dispatcher.wait([first, third], soon(5)) is True
     assert worker.result() == [1, 3]
