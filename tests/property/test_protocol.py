@@ -1,0 +1,19 @@
+"""Sender and workers keep their promises whatever happens between them, in whatever order."""
+
+import pytest
+
+from tests.property.machine import Protocol, ProtocolOverNetwork, run
+
+MACHINES = [pytest.param(Protocol, id="shared slots"), pytest.param(ProtocolOverNetwork, id="network")]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_order_of_events_breaks_a_promise(machine):
+    run(machine, examples=30, steps=30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_long_order_of_events_breaks_a_promise(machine):
+    run(machine, examples=500, steps=50)
