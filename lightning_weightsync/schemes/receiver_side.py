@@ -14,7 +14,8 @@ from lightning_weightsync.paths import resolve
 from lightning_weightsync.schemes.core import SchemeCore, process_gate
 from lightning_weightsync.schemes.forward_gate import gate_forward
 from lightning_weightsync.schemes.gate import Gate
-from lightning_weightsync.schemes.receiver import ReceiverLink, ReceiverState, layout_of_offer
+from lightning_weightsync.schemes.receiver import ReceiverLink, ReceiverState
+from lightning_weightsync.schemes.requests import layout_of_offer
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.base import ReceiverTransport
@@ -115,7 +116,7 @@ class ReceiverSide(SchemeCore):
             self._staged.applied_hooks.append(hook)
 
     def accept_offer(self, offer: Message) -> None:
-        """Check a sender's offer; see ``schemes.receiver.Destination``."""
+        """Check a sender's offer; see ``schemes.requests.Destination``."""
         if offer["backend"] != self.backend_name:
             raise WeightSyncError(
                 f"the sender moves {offer['model_id']!r} over backend={offer['backend']!r}, this worker was told "
@@ -131,7 +132,7 @@ class ReceiverSide(SchemeCore):
         )
 
     def make_transport(self, offer: Message) -> ReceiverTransport:
-        """This side's end of the offered transport; see ``schemes.receiver.Destination``."""
+        """This side's end of the offered transport; see ``schemes.requests.Destination``."""
         transport: ReceiverTransport = self.create_transport(offer=offer["transport"])
         self._receiver_transport = transport
         return transport

@@ -11,6 +11,7 @@ import pytest
 from lightning_weightsync.schemes import receiver
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.receiver import ReceiverLink
+from lightning_weightsync.schemes.requests import Requests
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.transports.control import ControlChannel
 from lightning_weightsync.transports.delivery import Dispatcher, Errand
@@ -70,13 +71,13 @@ class _Mute:
 
 def answer_comes_before_the_switch(patch: pytest.MonkeyPatch) -> None:
     """The receiver says "applied" as soon as it has the bytes."""
-    push = ReceiverLink._push
+    push = Requests._push
 
-    def answer_first(self: ReceiverLink, channel: ControlChannel, message: Any) -> None:
+    def answer_first(self: Requests, channel: ControlChannel, message: Any) -> None:
         channel.send("applied", run=message["run"], version=message["version"], digests={})
         push(self, _Mute(channel), message)  # type: ignore[arg-type]
 
-    patch.setattr(ReceiverLink, "_push", answer_first)
+    patch.setattr(Requests, "_push", answer_first)
 
 
 def failed_push_is_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
