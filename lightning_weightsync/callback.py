@@ -232,7 +232,7 @@ class UpdateWeights(pl.Callback):
         if pushed:
             self._push()
         for handle in self._under_way:
-            handle.wait()
+            self._settle(handle)
         self._under_way.clear()
         if pushed:
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -269,9 +269,18 @@ class UpdateWeights(pl.Callback):
             group.load_state_dict(states[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Run, version and counts: ints only. The group's own state is checkpointed by Lightning, as a loader's."""
-        run = self._group.run if self._group is not None else 0
-        return {"run": run, "version": self.version, "num_pushes": self.num_pushes, **self._cadence.state_dict()}
+        """Run, version, incarnation and counts: ints only.
+
+        The group's own state is checkpointed by Lightning, as a loader's.
+        """
+        group = self._group
+        return {
+            "run": group.run if group is not None else 0,
+            "version": self.version,
+            "incarnation": group.incarnation if group is not None else 0,
+            "num_pushes": self.num_pushes,
+            **self._cadence.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on after a checkpoint; idempotent. Versions never go backwards."""
@@ -279,7 +288,8 @@ class UpdateWeights(pl.Callback):
         self._cadence.load_state_dict(state_dict)
         self._version = max(self._version, int(state_dict["version"]))
         if self._group is not None:
-            self._group.restore_version(int(state_dict["run"]), int(state_dict["version"]))
+            counts = (int(state_dict[name]) for name in ("run", "version", "incarnation"))
+            self._group.restore_version(*counts)
 
     def __repr__(self) -> str:
         target = self.collector if self.collector is not None else self.sender
@@ -376,8 +386,13 @@ class UpdateWeights(pl.Callback):
         for handle in under_way:
             if handle.state is PushState.PENDING:
                 self._under_way.append(handle)
-            elif handle.error is not None:
-                raise handle.error
+            else:
+                self._settle(handle)
+
+    def _settle(self, handle: PushHandle) -> None:
+        """Raise what a push has run into, except for workers that the group replaces: those it has logged."""
+        assert self._group is not None
+        self._group.settle(handle)
 
     def _call_other(self) -> None:
         """Push through an object that is not ours."""

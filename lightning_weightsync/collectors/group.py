@@ -7,6 +7,7 @@ callback launches it in ``setup``, connects it when the weights are restored, an
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -18,12 +19,16 @@ from tensordict import TensorDict
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.ledger import Ledger
-from lightning_weightsync.collectors.pool import Rollout, WorkerPool, WorkerState
+from lightning_weightsync.collectors.member import Rollout, WorkerState
+from lightning_weightsync.collectors.pool import WorkerPool
+from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.push import PerWorker
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.hub import LinkHub
-from lightning_weightsync.transports.pushing import PushHandle
+from lightning_weightsync.transports.pushing import PushHandle, failure
+
+log = logging.getLogger(__name__)
 
 GRACE_AFTER_FAILURE = 2.0
 """Seconds that workers get to end by themselves when the run has failed: nobody wants their batches any more."""
@@ -51,7 +56,10 @@ class CollectorGroup:
         max_staleness: For ``sync=False``; not there yet.
         batches_per_epoch: Length as a loader. Required under Lightning, which prefetches from a loader without a
             length.
-        max_restarts: Not there yet: a worker's death ends the run.
+        max_restarts: How often a worker that was lost (its process ended, or it did not answer in time) is replaced,
+            within any ten minutes: same index, newest weights, seeds of its own. The first time at once, then after a
+            pause that doubles as long as it makes no batch. After that, and with 0, its loss ends the run, as an
+            exception in the user's own code always does. Replacements begin when the group is connected.
         seed: Base of every worker's seed; ``None`` takes ``torch.initial_seed()``.
         threads_per_worker: Cap on each worker's compute threads.
         launcher: ``"local"``: child processes of this one.
@@ -79,7 +87,7 @@ class CollectorGroup:
         sync: bool = True,
         max_staleness: int | None = None,
         batches_per_epoch: int | None = None,
-        max_restarts: int = 0,
+        max_restarts: int = 3,
         seed: int | None = None,
         threads_per_worker: int = 1,
         launcher: str = "local",
@@ -91,6 +99,7 @@ class CollectorGroup:
         for name, value, least in (
             ("num_workers", num_workers, 0),
             ("batches_per_epoch", batches_per_epoch, 1),
+            ("max_restarts", max_restarts, 0),
             ("threads_per_worker", threads_per_worker, 1),
         ):
             if value is not None and value < least:
@@ -98,7 +107,6 @@ class CollectorGroup:
         for name, given, there in (
             ("sync", sync, True),
             ("max_staleness", max_staleness, None),
-            ("max_restarts", max_restarts, 0),
             ("launcher", launcher, "local"),
         ):
             if given != there:
@@ -108,6 +116,7 @@ class CollectorGroup:
         self.weight_sync_schemes: dict[str, WeightSyncScheme] = dict(weight_sync_schemes or {})
         self.sync = sync
         self.batches_per_epoch = batches_per_epoch
+        self.max_restarts = max_restarts
         self.seed = seed
         self.threads_per_worker = threads_per_worker
         self.rank = 0
@@ -116,6 +125,7 @@ class CollectorGroup:
         self._run = 1
         self._version = 0
         self._incarnation = 0
+        self._restarts = 0
         self._starts = 0
         self._base_seed: int | None = None
         self._sources: dict[str, Weights | PerWorker] = {}
@@ -132,12 +142,19 @@ class CollectorGroup:
         """
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
             raise RuntimeError(f"the group is {self._state.value} already: shut it down before it is started again")
+        self._restarts = self.restarts
         if self._starts:
             self._run += 1
             self._incarnation += 1
         self._starts += 1
         if self.num_workers:
-            self._pool = WorkerPool(self.num_workers, self.weight_sync_schemes, self.threads_per_worker)
+            self._pool = WorkerPool(
+                self.num_workers,
+                self.weight_sync_schemes,
+                self.threads_per_worker,
+                max_restarts=self.max_restarts,
+                new_seed=self._new_seed,
+            )
         else:
             self._pool = InlinePool(self.weight_sync_schemes)
         self._state = GroupState.LAUNCHED
@@ -170,7 +187,8 @@ class CollectorGroup:
         if self._base_seed is None:
             self._base_seed = torch.initial_seed() if self.seed is None else self.seed
         try:
-            pool.connect(self.collector, self._seeds(self._base_seed), weights, self.look_around)
+            seeds = [self._seed_of(index) for index in range(max(1, self.num_workers))]
+            pool.connect(self.collector, seeds, weights, self.look_around)
         except BaseException:
             self.shutdown(GRACE_AFTER_FAILURE)
             raise
@@ -218,6 +236,9 @@ class CollectorGroup:
     ) -> None:
         """Push one version; returns when every targeted worker has applied it. The first call connects, as version 0.
 
+        A worker that is lost meanwhile, or being replaced, is no error as long as it is replaced: its replacement
+        starts from this version. It is not waited for.
+
         Args:
             policy_or_weights: A module, TensorDict or dict of tensors; a dict with int keys gives each worker its
                 own. Without any weights, what was given to ``connect`` is read again.
@@ -228,7 +249,8 @@ class CollectorGroup:
             worker_ids: ``None`` for all, one index, or several.
 
         Raises:
-            WeightSyncError: ``.failed`` maps each worker that did not apply it to the cause; the others did.
+            WeightSyncError: ``.failed`` maps each worker that did not apply it, and will not, to the cause; all others
+                did.
             LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
             ValueError: An unknown destination or worker.
             RuntimeError: The group is not started.
@@ -241,7 +263,7 @@ class CollectorGroup:
         pool = self._running_pool()
         handle = pool.push(pushed, pool.check_ids(worker_ids), timeout=self._timeout(pushed))
         if handle is not None:
-            handle.wait()
+            self.settle(handle)
 
     def send_async(self, weights_dict: Mapping[str, Weights | PerWorker] | None = None) -> PushHandle | None:
         """Snapshot the weights as one version and return; a background thread delivers it. Blocks on no worker.
@@ -251,7 +273,7 @@ class CollectorGroup:
 
         Returns:
             The handle, which tells what became of the push; ``None`` without worker processes, where it is applied at
-            once.
+            once. Its ``wait`` raises for a worker that is replaced, too; ``settle`` does not.
 
         Raises:
             LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
@@ -266,8 +288,27 @@ class CollectorGroup:
             self.hub.dispatcher.run_in_background()
         return handle
 
+    def settle(self, handle: PushHandle) -> None:
+        """Wait until a push is settled; what replacements of lost workers make good is no error.
+
+        Raises:
+            WeightSyncError: ``.failed`` names the workers that have not applied it, and will not be replaced.
+        """
+        try:
+            handle.wait()
+        except WeightSyncError as error:
+            left = self._running_pool().beyond_repair(error.failed)
+            if left:
+                raise failure(left, handle.phase) from None
+            if not error.failed:
+                raise
+            log.debug(f"{handle.phase} was missed by workers that are replaced: {sorted(error.failed)}")
+
     def digest(self, model_id: str = "policy") -> dict[int, str]:
-        """SHA-256 over each worker's live leaves, in layout order: ``worker_idx`` -> hexadecimal digits."""
+        """SHA-256 over each worker's live leaves, in layout order: ``worker_idx`` -> hexadecimal digits.
+
+        Workers that are being replaced are left out.
+        """
         self._known(model_id)
         return self._running_pool().digest(model_id)
 
@@ -275,6 +316,16 @@ class CollectorGroup:
     def frames(self) -> int:
         """Transitions collected so far, over resumes."""
         return self._ledger.frames
+
+    @property
+    def incarnation(self) -> int:
+        """Goes into every worker's seed; grows with each start of the group, and of a replacement, and over resumes."""
+        return self._incarnation
+
+    @property
+    def restarts(self) -> int:
+        """Replacements of lost workers so far, over resumes."""
+        return self._restarts + (self._pool.restarts if isinstance(self._pool, WorkerPool) else 0)
 
     @property
     def hub(self) -> LinkHub | None:
@@ -311,7 +362,8 @@ class CollectorGroup:
         Raises:
             RuntimeError: The group is not connected.
             WorkerError: Code in a worker raised; carries its traceback.
-            WorkerDied: A worker's process ended.
+            WorkerDied: A worker was lost, and is not replaced (any more); its part of a batch is else collected again
+                by its replacement, which is waited for.
         """
         made = 0
         while self.batches_per_epoch is None or made < self.batches_per_epoch:
@@ -333,7 +385,11 @@ class CollectorGroup:
     # --- figures and state ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[int, dict[str, Any]]:
-        """For each worker: pid, state, cause, run, version, generation, restarts, frames."""
+        """For each worker: pid, state, cause, run, version, generation, restarts, frames.
+
+        ``cause`` is why the worker, or the one that it has replaced, was lost; ``frames`` are those of all that had
+        this index in this start of the group.
+        """
         return self._pool.stats() if self._pool is not None else {}
 
     def metrics(self) -> dict[str, float]:
@@ -342,22 +398,23 @@ class CollectorGroup:
         ``collect/frames_per_sec`` is over the time since the last call; ``collect/episode_return`` and
         ``episode_length`` are means of the last 100 finished episodes, and absent before the first.
         """
-        failed = {WorkerState.FAILED.value, WorkerState.STOPPED.value}
+        up = {WorkerState.CONNECTED.value, WorkerState.COLLECTING.value}
         states = self._pool.stats().values() if self._pool is not None else ()
         return self._ledger.figures() | {
             "weight_sync/bytes": float(self._counter("bytes_pushed", 0)),
             "weight_sync/bytes_saved": float(self._counter("bytes_saved", 0)),
-            "weight_sync/workers_alive": float(sum(stat["state"] not in failed for stat in states)),
-            "weight_sync/worker_restarts": float(sum(stat["restarts"] for stat in states)),
+            "weight_sync/workers_alive": float(sum(stat["state"] in up for stat in states)),
+            "weight_sync/worker_restarts": float(self.restarts),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: run, version, frames, seed stream, and the last episodes (for the mean return)."""
+        """What a resumed run needs: run, version, frames, seed stream, restarts, and the last episodes."""
         return {
             "run": self.run,
             "version": self.version,
             "seed": self._base_seed,
-            "incarnation": self._incarnation,
+            "incarnation": self.incarnation,
+            "restarts": self.restarts,
             **self._ledger.state_dict(),
         }
 
@@ -369,30 +426,35 @@ class CollectorGroup:
         """
         if self._state is GroupState.RUNNING:
             raise RuntimeError("a group's state is loaded before it is connected")
-        self.restore_version(int(state["run"]), int(state["version"]))
+        self.restore_version(int(state["run"]), int(state["version"]), int(state["incarnation"]))
+        self._restarts = int(state["restarts"])
         self._base_seed = None if state["seed"] is None else int(state["seed"])
-        self._incarnation = max(self._incarnation, int(state["incarnation"]) + 1)
         self._ledger.load_state_dict(state)
 
     @classmethod
     def is_state(cls, state: object) -> bool:
         """Whether this is what a group's ``state_dict`` returns."""
-        keys = {"run", "version", "frames", "seed", "incarnation", "episodes"}
+        keys = {"run", "version", "frames", "seed", "incarnation", "restarts", "episodes"}
         return isinstance(state, Mapping) and state.keys() == keys
 
-    def restore_version(self, run: int, version: int) -> None:
+    def restore_version(self, run: int, version: int, incarnation: int) -> None:
         """Go on after (run, version): in a newer run, never backwards, with other episodes. Idempotent.
 
         Before ``connect``. It is all that a resumed run gets where the group is not the trainer's loader itself.
+
+        Args:
+            run: Of the run that goes on.
+            version: Of its newest push.
+            incarnation: The last one that its workers' seeds were made of.
         """
         if (run + 1, version) > (self._run, self._version):
             self._run, self._version = run + 1, version
-        self._incarnation = max(self._incarnation, run)  # each start makes both grow by one
+        self._incarnation = max(self._incarnation, incarnation + 1)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
             raise TypeError("a group cannot be pickled while its workers run: it owns processes")
-        return self.__dict__ | {"_pool": None, "look_around": _nothing, "_sources": {}}
+        return self.__dict__ | {"_pool": None, "_restarts": self.restarts, "look_around": _nothing, "_sources": {}}
 
     def __repr__(self) -> str:
         schemes = ", ".join(f"{name!r}: {type(s).__name__}" for name, s in self.weight_sync_schemes.items())
@@ -456,14 +518,16 @@ class CollectorGroup:
         owner = self.hub if self.hub is not None else self._pool
         return int(getattr(owner, name))
 
-    def _seeds(self, base: int) -> list[int]:
-        """One seed per worker, from (seed, rank, worker_idx, incarnation)."""
-        return [
-            int(
-                np.random.SeedSequence([base, self.rank, index, self._incarnation]).generate_state(1, np.uint64)[0] >> 1
-            )
-            for index in range(max(1, self.num_workers))
-        ]
+    def _seed_of(self, worker_idx: int) -> int:
+        """Of one worker, from (seed, rank, worker_idx, incarnation)."""
+        assert self._base_seed is not None  # known since the group was connected
+        sequence = np.random.SeedSequence([self._base_seed, self.rank, worker_idx, self._incarnation])
+        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+    def _new_seed(self, worker_idx: int) -> int:
+        """Of a replacement: a seed that no worker of this index has had. Called by one thread at a time."""
+        self._incarnation += 1
+        return self._seed_of(worker_idx)
 
 
 def _concatenated(rollouts: Sequence[Rollout]) -> TensorDict:

@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.context import WorkerContext
-from lightning_weightsync.collectors.pool import Rollout, WorkerState
+from lightning_weightsync.collectors.member import Rollout, WorkerState
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.extra_state import unpack
@@ -129,6 +129,10 @@ class InlinePool:
         episodes = [(float(value), int(length)) for value, length in context.take_episodes()]
         assert isinstance(batch, TensorDict)
         return [Rollout(batch, frames, episodes)]
+
+    def beyond_repair(self, failed: Mapping[int, Exception]) -> dict[int, Exception]:
+        """Nothing is repaired here."""
+        return dict(failed)
 
     def digest(self, model_id: str) -> dict[int, str]:
         """SHA-256 over the collector's live leaves, as worker 0."""

@@ -1,78 +1,65 @@
-"""What does the trainer know of its worker processes, and how does it get batches out of them?
+"""How does the trainer get batches out of its worker processes, and what happens when one of them is lost?
 
-The pool starts them, tells them what to build, connects their schemes, asks for batches, notices their ends, and
-stops them. Policy (when to push, when to iterate, what to log) is the group's business.
+The pool starts them, tells them what to build, connects their schemes, asks for batches, notices their ends, replaces
+those that were lost, and stops them. When a lost worker is replaced is ``supervisor``'s decision; when to push, when to
+iterate and what to log is the group's business.
 """
 
 from __future__ import annotations
 
+import logging
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
-from tensordict import TensorDict
 
 from lightning_weightsync.collectors.base import CollectorFactory
-from lightning_weightsync.collectors.process import WorkerProcess
-from lightning_weightsync.collectors.rollouts import BatchReader
-from lightning_weightsync.errors import WeightSyncTimeout, WorkerDied, WorkerError
+from lightning_weightsync.collectors.caretaker import Caretaker
+from lightning_weightsync.collectors.member import BatchRequest, Member, Rollout, WorkerState, reported
+from lightning_weightsync.collectors.supervisor import Supervisor
+from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerDied
 from lightning_weightsync.schemes.base import WeightSyncScheme
-from lightning_weightsync.schemes.joining import connect_workers
+from lightning_weightsync.schemes.joining import connect_workers, reconnect_workers
 from lightning_weightsync.schemes.push import PerWorker, push_models
 from lightning_weightsync.schemes.strategy import Weights
-from lightning_weightsync.transports.control import ChannelClosed, Message
+from lightning_weightsync.transports.control import ChannelClosed
 from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.pushing import PushHandle, raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
 
+log = logging.getLogger(__name__)
+
 _LOOK_AROUND_MS = 100
-
-
-class WorkerState(Enum):
-    """``STARTING -> CONNECTED -> COLLECTING -> STOPPED | FAILED``."""
-
-    STARTING = "starting"
-    CONNECTED = "connected"
-    COLLECTING = "collecting"
-    STOPPED = "stopped"
-    FAILED = "failed"
-
-
-@dataclass
-class Rollout:
-    """One batch of one worker: views into its slot, and the episodes that ended in it."""
-
-    batch: TensorDict
-    frames: int
-    episodes: list[tuple[float, int]]
-
-
-@dataclass(eq=False)
-class _Worker:
-    process: WorkerProcess
-    reader: BatchReader
-    state: WorkerState = WorkerState.STARTING
-    cause: Exception | None = None
-    frames: int = 0
-    inbox: list[Message] = field(default_factory=list)
+_GONE = (WorkerState.FAILED, WorkerState.STOPPED)
 
 
 class WorkerPool:
     """N worker processes and the hub of links to them.
 
+    Once connected, a worker that is lost (its process ended, or its link was given up) is replaced in the background,
+    as often as ``max_restarts`` allows; only then, or when the user's own code raised, do calls raise its loss.
+
     Args:
         num_workers: How many.
         schemes: By destination; initialised here as senders.
         threads_per_worker: Cap on each worker's compute threads.
+        max_restarts: Of each worker, within any ten minutes.
+        new_seed: Called with a worker's index for the seed of its replacement; never the same one twice.
     """
 
-    def __init__(self, num_workers: int, schemes: Mapping[str, WeightSyncScheme], threads_per_worker: int) -> None:
-        self.num_workers = num_workers
+    def __init__(
+        self,
+        num_workers: int,
+        schemes: Mapping[str, WeightSyncScheme],
+        threads_per_worker: int,
+        *,
+        max_restarts: int,
+        new_seed: Callable[[int], int],
+    ) -> None:
         self.schemes = schemes
         first = next(iter(schemes.values()), None)
         timeouts = [s.connect_timeout for s in schemes.values() if s.connect_timeout is not None]
@@ -84,18 +71,37 @@ class WorkerPool:
             heartbeat_timeout=max((s.heartbeat_timeout for s in schemes.values()), default=30.0),
             watcher=self,
         )
-        self._workers: list[_Worker] = []
-        self._reading = threading.RLock()
-        self._told_to_build = False
+        self.supervisor = Supervisor(max_restarts)
+        self._threads_per_worker = threads_per_worker
+        self._new_seed = new_seed
+        self._workers: list[Member] = []
+        self._frames: dict[int, int] = {}
+        self._mutex = threading.RLock()  # over members, their mail, and the supervisor; nobody waits while he holds it
+        self._joining = (
+            threading.Lock()
+        )  # one replacement dials at a time: the rendezvous refuses whom it does not expect
+        self._caretaker = Caretaker(self)
+        self._order = b""
+        self._listened = 0.0
         try:
             for model_id, scheme in schemes.items():
                 scheme.init_on_sender(model_id, context=self)
             for index in range(num_workers):
-                process = WorkerProcess(index, threads_per_worker)
-                self._workers.append(_Worker(process, BatchReader(process.memory)))
+                self._workers.append(Member.start(index, threads_per_worker))
         except BaseException:
             self.shutdown(0.0)
             raise
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are, replacements that are starting included."""
+        return self.hub.num_workers
+
+    @property
+    def restarts(self) -> int:
+        """Replacements of lost workers so far."""
+        with self._mutex:
+            return self.supervisor.total_restarts
 
     def connect(
         self,
@@ -105,6 +111,8 @@ class WorkerPool:
         look_around: Callable[[], None],
     ) -> None:
         """Have every worker build its collector, and deliver the current version. Blocks until all have applied it.
+
+        All are connected, or none: a worker that dies here is not replaced.
 
         Args:
             factory: See ``CollectorFactory``.
@@ -118,26 +126,24 @@ class WorkerPool:
             LayoutMismatchError: The models of trainer and workers differ.
             WeightSyncTimeout: Not everybody was ready within ``connect_timeout``.
         """
-        started = time.monotonic()
-        deadline = started + self.hub.connect_timeout
-        info = self.hub.info if self.schemes else None
-        blob = _pickled(factory, self.schemes, info)
-        self._told_to_build = True
-        for index, worker in enumerate(self._workers):
-            self._send(
-                index,
-                worker,
-                "build",
-                blob,
-                worker_idx=index,
-                seed=seeds[index],
-                connect_timeout=float(self.hub.connect_timeout),
-            )
-        self._await("built", deadline, look_around)
+        deadline = time.monotonic() + self.hub.connect_timeout
+        self._order = _pickled(factory, self.schemes, self.hub.info if self.schemes else None)
+        workers = dict(enumerate(self._workers))
+        for index, worker in workers.items():
+            self._tell_to_build(index, worker, seeds[index])
+        self._await("built", workers, deadline, look_around)
+        for index, worker in workers.items():
+            self._send(index, worker, "connect")
         if self.schemes:
             given = {scheme: weights[model_id] for model_id, scheme in self.schemes.items()}
             connect_workers(self.hub, given, range(self.num_workers), deadline)
-        self._await("connected", deadline, look_around)
+        self._await("connected", workers, deadline, look_around)
+        with self._mutex:
+            self.supervisor.watch(workers)
+            for worker in workers.values():
+                if worker.state is WorkerState.STARTING:
+                    worker.state = WorkerState.CONNECTED
+        self._caretaker.start()
 
     def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         """The targeted indices; raises ``ValueError`` for one that does not exist."""
@@ -155,30 +161,78 @@ class WorkerPool:
         given = {self.schemes[model_id]: value for model_id, value in weights.items()}
         return push_models(self.hub, given, worker_ids, timeout=timeout, replaceable=replaceable)
 
+    def beyond_repair(self, failed: Mapping[int, Exception]) -> dict[int, Exception]:
+        """Those of these failures of workers that no replacement makes good.
+
+        A replacement starts from what was pushed last, so a push that a lost worker missed is not missing.
+        """
+        left = {}
+        for index, cause in failed.items():
+            self._look(index)
+            with self._mutex:
+                if index in self.supervisor.ended:
+                    left[index] = self.supervisor.ended[index]
+                elif not self.supervisor.repairs(index, cause):
+                    left[index] = cause
+        return left
+
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
         """One batch from every worker, in worker order; valid until the next call. Blocks on the slowest.
+
+        What a lost worker has not finished is collected by its replacement, for which this waits.
 
         Args:
             look_around: Called about ten times a second while waiting; may raise to give up.
 
         Raises:
             WorkerError: A worker's code raised; carries its traceback.
-            WorkerDied: A worker's process ended.
+            WorkerDied: A worker was lost, and is not replaced (any more).
         """
         # If the last call was interrupted (Ctrl-C in a notebook), batches of old weights are still to come.
-        self._await("batch", None, look_around, [w for w in self._workers if w.state is WorkerState.COLLECTING])
-        for index, worker in enumerate(self._workers):
+        collecting = [(i, worker) for i, worker in enumerate(self._workers) if worker.state is WorkerState.COLLECTING]
+        self._gather([BatchRequest(index, asked=worker) for index, worker in collecting], look_around)
+        return self._gather([BatchRequest(index) for index in range(self.num_workers)], look_around)
+
+    def _gather(self, requests: Sequence[BatchRequest], look_around: Callable[[], None]) -> list[Rollout]:
+        """The batches of these requests, in their order."""
+        rollouts: dict[BatchRequest, Rollout] = {}
+        while True:
+            for request in requests:
+                if request not in rollouts and (rollout := self._advance(request)) is not None:
+                    rollouts[request] = rollout
+            if len(rollouts) == len(requests):
+                return [rollouts[request] for request in requests]
+            self._check_running()
+            with self._mutex:
+                raise_failures(self.supervisor.ended, "waiting for 'batch'")
+            look_around()
+            self._wait_for_mail(r.asked for r in requests if r not in rollouts and r.asked is not None)
+
+    def _advance(self, request: BatchRequest) -> Rollout | None:
+        """The batch of a request if it is there; else sees to it that somebody has been asked. Blocks on nobody."""
+        index, asked = request.worker_idx, request.asked
+        if asked is not None:
+            self._look(index, asked)
+            with self._mutex:
+                message = asked.take("batch")
+                if message is not None:
+                    if asked.state is WorkerState.COLLECTING:
+                        asked.state = WorkerState.CONNECTED
+                    self._frames[index] = self._frames.get(index, 0) + message["frames"]
+                    self.supervisor.made_batch(index)
+                    episodes = [(float(value), int(length)) for value, length in message["episodes"]]
+                    return Rollout(asked.reader.read(message["slot"]), message["frames"], episodes)
+        with self._mutex:
+            worker = self._workers[index]
+            if worker is asked or worker.state is not WorkerState.CONNECTED:
+                return None
             worker.state = WorkerState.COLLECTING
-            self._send(index, worker, "collect", slot=0)
-        rollouts = []
-        for worker, message in zip(self._workers, self._await("batch", None, look_around), strict=True):
-            worker.frames += message["frames"]
-            episodes = [(float(value), int(length)) for value, length in message["episodes"]]
-            rollouts.append(Rollout(worker.reader.read(message["slot"]), message["frames"], episodes))
-        return rollouts
+            request.asked = worker
+        self._send(index, worker, "collect", slot=request.slot)
+        return None
 
     def digest(self, model_id: str) -> dict[int, str]:
-        """SHA-256 over each worker's live leaves, in layout order."""
+        """SHA-256 over each worker's live leaves, in layout order; of workers that are up, or raises."""
         phase = f"digest of {model_id!r}"
         answers = self.hub.ask(
             self.hub.links.values(),
@@ -187,103 +241,234 @@ class WorkerPool:
             phase=phase,
             deadline=time.monotonic() + self.schemes[model_id].timeout,
         )
-        raise_failures(answers.failed, phase)
+        raise_failures(self.beyond_repair(answers.failed), phase)
         return {index: str(reply["digest"]) for index, reply in sorted(answers.replies.items())}
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """What is known of each worker."""
         stats = {}
         for index, worker in enumerate(self._workers):
-            if worker.state not in (WorkerState.STOPPED, WorkerState.FAILED):
-                self.cause_of_death(index, 0.0)
-            link = self.hub.links.get(index)
-            stats[index] = {
-                "pid": worker.process.pid,
-                "state": worker.state.value,
-                "cause": str(worker.cause) if worker.cause is not None else None,
-                "run": link.run if link is not None else -1,
-                "version": link.version if link is not None else -1,
-                "generation": link.generation if link is not None else -1,
-                "restarts": 0,
-                "frames": worker.frames,
-            }
+            if worker.state not in _GONE:
+                self._look(index)
+            with self._mutex:
+                link = self.hub.links.get(index)
+                if link is not None and link.pid != worker.process.pid:
+                    link = None  # of the worker before
+                cause = worker.cause or self.supervisor.last_death(index)
+                stats[index] = {
+                    "pid": worker.process.pid,
+                    "state": worker.state.value,
+                    "cause": str(cause) if cause is not None else None,
+                    "run": link.run if link is not None else -1,
+                    "version": link.version if link is not None else -1,
+                    "generation": link.generation if link is not None else -1,
+                    "restarts": self.supervisor.restarts(index),
+                    "frames": self._frames.get(index, 0),
+                }
         return stats
-
-    def cause_of_death(self, worker_idx: int, wait: float) -> Exception | None:
-        """See ``transports.hub.Watcher``: an error that the worker told of, or the end of its process."""
-        worker = self._workers[worker_idx]
-        if worker.cause is None:
-            ended = worker.process.ended(wait)
-            self._read(worker_idx, worker)
-            if worker.cause is None and ended is not None:
-                self._fail(worker, WorkerDied(f"worker {worker_idx} (pid {worker.process.pid}) ended: {ended}"))
-        return worker.cause
 
     def shutdown(self, timeout: float) -> None:
         """Stop every worker within ``timeout`` seconds overall: ask all, then kill those that are left. Idempotent."""
+        with self._mutex:  # no process is started from here on
+            self.supervisor.stop()
+        self._caretaker.stop()
         # An interpreter that still imports hears nothing yet, and has nothing to close.
-        deadline = time.monotonic() + (timeout if self._told_to_build else 0.0)
+        deadline = time.monotonic() + (timeout if self._order else 0.0)
         for worker in self._workers:
             worker.process.ask_to_stop()
         # Before they are waited for: a worker that is connecting waits for the sender, not for its parent.
         for scheme in self.schemes.values():
             scheme.shutdown()
         self.hub.close()
-        for worker in self._workers:
-            worker.process.reap(max(0.0, deadline - time.monotonic()))
+        self._caretaker.join(max(0.5, deadline - time.monotonic()))
+        for index, worker in enumerate(self._workers):
+            is_replacement = worker.state is WorkerState.STARTING and self.supervisor.condition(index) is not None
+            worker.process.reap(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
             if worker.state is not WorkerState.FAILED:
                 worker.state = WorkerState.STOPPED
+
+    # --- losses and replacements ---------------------------------------------------------------------------------
+
+    def cause_of_death(self, worker_idx: int, wait: float) -> Exception | None:
+        """See ``transports.hub.Watcher``: an error that the worker told of, or the end of its process."""
+        if worker_idx >= len(self._workers):
+            return None
+        worker = self._workers[worker_idx]
+        self._look(worker_idx, worker, wait)
+        return worker.cause
+
+    def notice(self) -> None:
+        """See which workers are lost, of those that nobody waits for too. See ``caretaker.Ward``."""
+        now = time.monotonic()
+        waited_for = [i for i, worker in enumerate(self._workers) if worker.state is WorkerState.COLLECTING]
+        if waited_for and now - self._listened > self.hub.heartbeat_timeout / 8:
+            self._listened = now
+            self.hub.give_up_silent(waited_for)
+        for index, worker in enumerate(self._workers):
+            # Mail is left to those who wait for it: they would sleep on.
+            if worker.process.ended() is not None or self._broken_link(index, worker) is not None:
+                self._look(index, worker)
+
+    def due(self) -> list[int]:
+        """See ``caretaker.Ward``."""
+        with self._mutex:
+            due = self.supervisor.due()
+            for index in due:
+                self.supervisor.starting(index)
+            return due
+
+    def replace(self, worker_idx: int) -> None:
+        """Start a replacement of a worker, and connect it. See ``caretaker.Ward``.
+
+        It starts from what was pushed last. Pushes to the other workers go on meanwhile.
+        """
+        started = time.monotonic()
+        try:
+            worker = self._successor(worker_idx)
+        except OSError as error:  # no memory, or no process id, is left
+            self._count(worker_idx, WorkerDied(f"no process could be started for worker {worker_idx}: {error}"))
+            return
+        if worker is None:
+            return
+        deadline = started + self.hub.connect_timeout
+        try:
+            self._tell_to_build(worker_idx, worker, self._new_seed(worker_idx))
+            self._await("built", {worker_idx: worker}, deadline)
+            with self._joining:
+                self._send(worker_idx, worker, "connect")
+                if self.schemes:
+                    reconnect_workers(self.hub, list(self.schemes.values()), [worker_idx], deadline)
+                self._await("connected", {worker_idx: worker}, deadline)
+        except Exception as error:
+            failed = error.failed if isinstance(error, WeightSyncError) else {}
+            self._lose(worker_idx, worker, failed.get(worker_idx, error))
+            return
+        with self._mutex:
+            if worker.cause is None:
+                worker.state = WorkerState.CONNECTED
+                self.supervisor.joined(worker_idx)
+        seconds = time.monotonic() - started
+        log.info(f"worker {worker_idx} (pid {worker.process.pid}) has joined, after {seconds:.1f} s")
+
+    def _successor(self, worker_idx: int) -> Member | None:
+        """A new process in the place of a lost worker, of which nothing is left then; ``None`` if nobody wants it."""
+        lost = self._workers[worker_idx]
+        if lost.cause is not None:
+            self._bury(worker_idx, lost)
+        with self._mutex:
+            if self.supervisor.stopped:
+                return None
+            self._workers[worker_idx] = Member.start(worker_idx, self._threads_per_worker)
+            return self._workers[worker_idx]
+
+    def _bury(self, worker_idx: int, worker: Member) -> None:
+        """End what is left of a lost worker: its link, its process (it may be stopped), its children."""
+        link = self.hub.links.get(worker_idx)
+        if link is not None and link.state is LinkState.OPEN:
+            self.hub.dispatcher.give_up(link, ChannelClosed("its process has ended"))
+        worker.process.kill()
+        self._read(worker_idx, worker)  # it may have finished a batch
+        worker.process.reap(0.0)
+
+    def _look(self, index: int, worker: Member | None = None, wait: float = 0.0) -> None:
+        """See whether a worker is lost: it told of an error, its process ended, or its link was given up."""
+        worker = worker or self._workers[index]
+        if worker.cause is not None or worker.state is WorkerState.STOPPED:
+            return
+        ended = worker.process.ended(wait)
+        self._read(index, worker)
+        if ended is not None:
+            self._lose(index, worker, WorkerDied(f"worker {index} (pid {worker.process.pid}) ended: {ended}"))
+        link = self._broken_link(index, worker)
+        if link is not None:
+            self._lose(index, worker, link.cause or WorkerDied(f"worker {index}: its link is gone"))
+
+    def _broken_link(self, index: int, worker: Member) -> WorkerLink | None:
+        """This worker's link if it was given up; not that of the worker before."""
+        link = self.hub.links.get(index)
+        own = link is not None and link.pid == worker.process.pid
+        return link if own and link is not None and link.state is LinkState.BROKEN else None
+
+    def _lose(self, index: int, worker: Member, cause: Exception) -> None:
+        """A worker is lost for this cause, unless it was lost before."""
+        with self._mutex:
+            if worker.cause is not None or self.supervisor.stopped:
+                return
+            worker.state, worker.cause = WorkerState.FAILED, cause
+            if worker in self._workers:
+                self._count(index, cause)
+
+    def _count(self, index: int, cause: Exception) -> None:
+        """A worker, or its replacement, is lost: see what becomes of it, and say so."""
+        with self._mutex:
+            wait = self.supervisor.died(index, cause)
+            if wait is not None:
+                restart = f"restart {self.supervisor.restarts(index) + 1}"
+                log.warning(f"{cause}; its replacement starts {f'in {wait:.1f} s' if wait else 'now'} ({restart})")
+            elif index in self.supervisor.ended and self.supervisor.condition(index) is not None:
+                log.error(str(self.supervisor.ended[index]).partition("\n")[0])
+        self._caretaker.call()
+
+    # --- mail ----------------------------------------------------------------------------------------------------
+
+    def _tell_to_build(self, index: int, worker: Member, seed: int) -> None:
+        timeout = float(self.hub.connect_timeout)
+        self._send(index, worker, "build", self._order, worker_idx=index, seed=seed, connect_timeout=timeout)
+
+    def _check_running(self) -> None:
+        if self.supervisor.stopped:
+            raise WeightSyncError("the workers were stopped while they were waited for")
 
     def _await(
         self,
         kind: str,
-        deadline: float | None,
-        look_around: Callable[[], None],
-        workers: Sequence[_Worker] | None = None,
-    ) -> list[Message]:
-        """One message of this kind from each of these workers; from every worker if none are named."""
+        workers: Mapping[int, Member],
+        deadline: float,
+        look_around: Callable[[], None] = lambda: None,
+    ) -> None:
+        """One message of this kind from each of these workers, which are starting; a loss of any of them raises."""
         started = time.monotonic()
-        awaited = {i: w for i, w in enumerate(self._workers) if workers is None or w in workers}
-        poller = select.poll()
-        for worker in awaited.values():
-            poller.register(worker.process.jobs.fileno(), select.POLLIN)
-        got: dict[int, Message] = {}
+        missing = dict(workers)
         while True:
-            for index, worker in awaited.items():
-                if index not in got:
-                    self._read(index, worker)
-                    wanted = next((m for m in worker.inbox if m.kind == kind), None)
-                    if wanted is not None:
-                        worker.inbox.clear()
-                        if kind != "built":
-                            worker.state = WorkerState.CONNECTED
-                        got[index] = wanted
-                        poller.unregister(worker.process.jobs.fileno())
-                    elif self.cause_of_death(index, 0.0) is not None:
-                        self._raise_deaths(f"waiting for {kind!r}")
-            if len(got) == len(awaited):
-                return [got[index] for index in awaited]
-            if deadline is not None and time.monotonic() > deadline:
+            for index, worker in list(missing.items()):
+                self._look(index, worker)
+                with self._mutex:
+                    if worker.take(kind) is not None:
+                        del missing[index]
+            raise_failures(_causes(workers if missing else {}), f"waiting for {kind!r}")
+            if not missing:
+                return
+            if time.monotonic() > deadline:
                 seconds = f"after {time.monotonic() - started:.1f} s"
                 late = {
                     i: WeightSyncTimeout(f"worker {i} (pid {w.process.pid}) was still {w.state.value} {seconds}")
-                    for i, w in awaited.items()
-                    if i not in got
+                    for i, w in missing.items()
                 }
                 raise_failures(late, f"waiting for {kind!r}")
+            self._check_running()
             look_around()
-            poller.poll(_LOOK_AROUND_MS)
+            self._wait_for_mail(missing.values())
 
-    def _read(self, index: int, worker: _Worker) -> None:
+    @staticmethod
+    def _wait_for_mail(workers: Iterable[Member]) -> None:
+        """Sleep until one of these has sent something, or for a tenth of a second."""
+        poller = select.poll()
+        for worker in workers:
+            descriptor = worker.process.jobs.fileno()
+            if worker.cause is None and descriptor >= 0:
+                poller.register(descriptor, select.POLLIN)
+        poller.poll(_LOOK_AROUND_MS)
+
+    def _read(self, index: int, worker: Member) -> None:
         """Take in what the worker has sent; an error it tells of, or the end of its channel, is its end."""
-        with self._reading:  # the thread that delivers pushes asks for causes of death too
+        with self._mutex:  # the thread that delivers pushes asks for causes of death too
             self._take_in(index, worker)
 
-    def _take_in(self, index: int, worker: _Worker) -> None:
+    def _take_in(self, index: int, worker: Member) -> None:
         try:
             while (message := worker.process.jobs.poll()) is not None:
                 if message.kind == "error":
-                    self._fail(worker, _told(index, worker.process.pid, message))
+                    self._lose(index, worker, reported(index, worker.process.pid, message))
                 elif message.kind != "booted":
                     worker.inbox.append(message)
                 if message.kind == "batch" and message["schema"]:
@@ -291,28 +476,18 @@ class WorkerPool:
         except ChannelClosed as error:
             if worker.cause is None and worker.state is not WorkerState.STOPPED:
                 ended = worker.process.ended(0.5) or f"its job channel broke: {error}"
-                self._fail(worker, WorkerDied(f"worker {index} (pid {worker.process.pid}) ended: {ended}"))
+                self._lose(index, worker, WorkerDied(f"worker {index} (pid {worker.process.pid}) ended: {ended}"))
 
-    def _send(self, index: int, worker: _Worker, kind: str, blob: bytes = b"", **fields: Any) -> None:
+    def _send(self, index: int, worker: Member, kind: str, blob: bytes = b"", **fields: Any) -> None:
+        """Send a message; if the worker is gone, that is noticed and nothing is raised."""
         try:
             worker.process.jobs.send(kind, blob, deadline=time.monotonic() + self.hub.connect_timeout, **fields)
         except ChannelClosed:
-            self.cause_of_death(index, 0.5)
-            self._raise_deaths(f"sending {kind!r}")
-
-    def _raise_deaths(self, phase: str) -> None:
-        dead = {i: w.cause for i, w in enumerate(self._workers) if w.cause is not None}
-        raise_failures(dead, phase)
-
-    @staticmethod
-    def _fail(worker: _Worker, cause: Exception) -> None:
-        worker.state = WorkerState.FAILED
-        worker.cause = cause
+            self._look(index, worker, 0.5)
 
 
-def _told(index: int, pid: int, message: Message) -> WorkerError:
-    text = f"worker {index} (pid {pid}) raised in phase {message['phase']!r}: {message['message']}"
-    return WorkerError(f"{text}\n{message['traceback']}".rstrip(), remote_traceback=message["traceback"])
+def _causes(workers: Mapping[int, Member]) -> dict[int, Exception]:
+    return {index: worker.cause for index, worker in workers.items() if worker.cause is not None}
 
 
 def _pickled(factory: CollectorFactory, schemes: Mapping[str, WeightSyncScheme], info: StoreInfo | None) -> bytes:

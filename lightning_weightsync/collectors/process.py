@@ -23,6 +23,7 @@ JOB_MESSAGES: Schema = {
     # parent to worker
     "boot": {"sys_path": list, "pythonpath": str, "threads": int},
     "build": {"worker_idx": int, "seed": int, "connect_timeout": float},  # blob: cloudpickle, over the inherited pair
+    "connect": {},
     "collect": {"slot": int},
     "stop": {},
     # worker to parent
@@ -30,7 +31,7 @@ JOB_MESSAGES: Schema = {
     "built": {},
     "connected": {},
     "batch": {"slot": int, "schema": dict, "frames": int, "episodes": list},
-    "error": {"phase": str, "message": str, "traceback": str},
+    "error": {"phase": str, "message": str, "traceback": str, "user_code": bool},
 }
 
 _TRAINER_VARIABLES = (
@@ -54,6 +55,7 @@ class WorkerProcess:
 
     def __init__(self, worker_idx: int, threads: int) -> None:
         self.worker_idx = worker_idx
+        self._killed = False
         self.memory = create_memory_file(f"lightning_weightsync-{worker_idx}")
         ours, theirs = socket.socketpair()
         with theirs:
@@ -96,21 +98,29 @@ class WorkerProcess:
         with contextlib.suppress(ChannelClosed, ChannelTimeout):
             self.jobs.send("stop", deadline=time.monotonic() + 0.1)
 
+    def kill(self) -> None:
+        """End it and its process group, stopped or not, and wait for its end. What it has sent can still be read."""
+        if self._killed:
+            return  # its process id may be somebody else's by now
+        self._killed = True
+        # Its group may outlive it: an environment's child processes are in it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
     def reap(self, wait: float) -> None:
         """Wait for its end, kill what is left of its process group, and give everything back. Idempotent.
 
         Args:
             wait: Seconds that it may take to end by itself.
         """
+        if self.memory < 0:
+            return
         self.ended(wait)
-        # Its group may outlive it: an environment's child processes are in it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        self.kill()
         self.jobs.close()
-        if self.memory >= 0:
-            os.close(self.memory)
-            self.memory = -1
+        memory, self.memory = self.memory, -1
+        os.close(memory)
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -65,6 +65,8 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
         context = WorkerContext(collector, job["worker_idx"], info)
         jobs.send("built")
         phase = "connect"
+        if inbox.get().kind != "connect":
+            return 0
         if schemes:
             context.connect(schemes, job["connect_timeout"])
         jobs.send("connected")
@@ -81,12 +83,20 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
         return 1
     except Exception as error:
         text = "".join(traceback.format_exception(error))
-        jobs.send("error", phase=phase, message=f"{type(error).__name__}: {error}", traceback=text)
+        message = f"{type(error).__name__}: {error}"
+        jobs.send("error", phase=phase, message=message, traceback=text, user_code=not _is_ours(error, phase))
         return 1
     finally:
         if context is not None:
             context.end()
     return 0
+
+
+def _is_ours(error: Exception, phase: str) -> bool:
+    """Whether it is the link that failed, and not the user's code: the next try may work."""
+    from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError
+
+    return phase == "connect" and isinstance(error, WeightSyncError) and not isinstance(error, LayoutMismatchError)
 
 
 def _unpack(job: Message) -> tuple[Callable[..., Collector], dict[str, WeightSyncScheme], Any]:

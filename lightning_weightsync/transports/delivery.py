@@ -218,6 +218,10 @@ class Dispatcher:
             if self._closed and not over():
                 return
 
+    def listen(self) -> None:
+        """Take in what has arrived on all links, heartbeats above all; blocks for a twentieth of a second at most."""
+        self.wait_until(lambda: False, time.monotonic() + _LOOK_AROUND)
+
     def run_in_background(self) -> None:
         """See to it that submitted errands are run though nobody waits for them."""
         if self._background is None:

@@ -139,6 +139,18 @@ class LinkHub:
                     self.dispatcher.give_up(link, error)
         return [index for index in range(self.num_workers) if not self._serves(index)]
 
+    def give_up_silent(self, worker_ids: Iterable[int]) -> None:
+        """End the links of those of these workers that have been silent for ``heartbeat_timeout``.
+
+        For workers that somebody waits for in another way than by an errand. Listens first, which takes a moment.
+        """
+        self.dispatcher.listen()
+        for index in worker_ids:
+            link = self.links.get(index)
+            quiet = time.monotonic() - link.channel.last_heard if link is not None else 0.0
+            if link is not None and link.state is LinkState.OPEN and quiet > self.heartbeat_timeout:
+                self.dispatcher.give_up(link, TimeoutError(f"silent for {quiet:.1f} s (heartbeat_timeout)"))
+
     @contextlib.contextmanager
     def connecting(self, deadline: float) -> Iterator[None]:
         """Workers connect inside; one thread at a time: two would take each other's workers.

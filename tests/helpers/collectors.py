@@ -103,6 +103,50 @@ def doze() -> None:
     time.sleep(3600)
 
 
+def times(directory: Any, count: int, fault: Callable[[], None]) -> None:
+    """Does ``fault()`` the first ``count`` times that anybody asks, in whatever process.
+
+    Args:
+        directory: An empty one, where it is written down how often that was.
+    """
+    for k in range(count):
+        try:
+            os.close(os.open(os.path.join(directory, f"{k}"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        fault()
+        return
+
+
+def replacements_misbehave(
+    *, worker_idx: int, seed: int, directory: Any, fault: Callable[[], None], count: int, only: int = 1
+) -> GymCollector:
+    """The first ``count`` replacements of worker ``only`` do ``fault()`` before they have a collector."""
+    if worker_idx == only:
+        mine = os.path.join(directory, "first")
+        if os.path.exists(mine):
+            times(directory, count, fault)
+        else:
+            os.close(os.open(mine, os.O_CREAT))
+    return gym_collector(worker_idx=worker_idx, seed=seed)
+
+
+class Mortal(Policy):
+    """Does ``fault()`` once while version ``at`` is being applied."""
+
+    def __init__(self, directory: Any = None, fault: Callable[[], None] | None = None, at: int = 1) -> None:
+        super().__init__()
+        self.directory, self.fault, self.at = directory, fault, at
+        self.version = 0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.version)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        if self.fault is not None and int(state) == self.at:
+            times(self.directory, 1, self.fault)
+
+
 class ParentEnv(CountingEnv):
     """Starts a process of its own, as environments with a simulator do; it ignores polite requests to stop."""
 

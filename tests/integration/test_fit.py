@@ -718,7 +718,7 @@ def test_a_factory_that_raises_in_a_worker_ends_fit_with_its_traceback(no_leftov
 
 
 def test_a_worker_that_vanishes_in_the_middle_ends_fit_and_is_named(no_leftovers):
-    group = make_group(2, partial(misbehaving_collector, fault=collectors.vanish, at=4, only=1))
+    group = make_group(2, partial(misbehaving_collector, fault=collectors.vanish, at=4, only=1), max_restarts=0)
     clock = Clock()
     with pytest.raises(WorkerDied, match=r"worker 1 \(pid \d+\) ended: exit code 9") as caught:
         fit(Learner(), group, clock, make_callback(group))
@@ -729,7 +729,7 @@ def test_a_worker_that_vanishes_in_the_middle_ends_fit_and_is_named(no_leftovers
 
 def test_a_worker_killed_while_the_trainer_learns_ends_fit_and_is_named(no_leftovers):
     """The other worker is in the middle of an endless step: nobody waits for it."""
-    group = make_group(2, partial(misbehaving_collector, fault=collectors.doze, at=4, only=0))
+    group = make_group(2, partial(misbehaving_collector, fault=collectors.doze, at=4, only=0), max_restarts=0)
     killed = []
 
     class Kills(Callback):

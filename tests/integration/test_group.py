@@ -193,7 +193,7 @@ def test_collecting_in_this_process_leaves_the_random_streams_alone():
         ({"num_workers": -1}, ValueError, "num_workers=-1: at least 0"),
         ({"batches_per_epoch": 0}, ValueError, "batches_per_epoch=0: at least 1"),
         ({"sync": False}, NotImplementedError, "sync=False is not there yet"),
-        ({"max_restarts": 3}, NotImplementedError, "max_restarts=3 is not there yet"),
+        ({"max_restarts": -1}, ValueError, "max_restarts=-1: at least 0"),
         ({"launcher": "slurm"}, NotImplementedError, "launcher='slurm' is not there yet"),
         ({"collector": 7}, TypeError, "int is not callable"),
     ],
@@ -496,7 +496,7 @@ def test_versions_alone_are_enough_to_go_on_with_other_episodes():
         group.update_policy_weights_(Policy(0))
         (first,) = take(group)
     resumed = group_of(0, seed=7)
-    resumed.restore_version(group.run, group.version)
+    resumed.restore_version(group.run, group.version, group.incarnation)
     with resumed:
         resumed.update_policy_weights_(Policy(0))
         (batch,) = take(resumed)
@@ -508,7 +508,7 @@ def test_versions_alone_are_enough_to_go_on_with_other_episodes():
 
 def test_a_killed_worker_is_named_the_others_are_served_and_shutdown_is_bounded(no_leftovers):
     factory = partial(misbehaving_collector, fault=collectors.spin, at=1, only=1)
-    group = group_of(3, factory)
+    group = group_of(3, factory, max_restarts=0)
     group.start({"policy": Policy(0)})
     pids = {index: stat["pid"] for index, stat in group.stats().items()}
     os.kill(pids[2], signal.SIGKILL)

@@ -1,0 +1,78 @@
+"""What does the trainer know of one worker process? Its state, its mail, its batches, and why it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tensordict import TensorDict
+
+from lightning_weightsync.collectors.process import WorkerProcess
+from lightning_weightsync.collectors.rollouts import BatchReader
+from lightning_weightsync.errors import WeightSyncError, WorkerError
+from lightning_weightsync.transports.control import Message
+
+
+class WorkerState(Enum):
+    """``STARTING -> CONNECTED -> COLLECTING -> STOPPED | FAILED``."""
+
+    STARTING = "starting"
+    CONNECTED = "connected"
+    COLLECTING = "collecting"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass
+class Rollout:
+    """One batch of one worker: views into its slot, and the episodes that ended in it."""
+
+    batch: TensorDict
+    frames: int
+    episodes: list[tuple[float, int]]
+
+
+@dataclass(eq=False)
+class Member:
+    """One process under one index; its replacement is another member."""
+
+    process: WorkerProcess
+    reader: BatchReader
+    state: WorkerState = WorkerState.STARTING
+    cause: Exception | None = None
+    inbox: list[Message] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, worker_idx: int, threads: int) -> Member:
+        """Start an interpreter; it imports while the caller goes on."""
+        process = WorkerProcess(worker_idx, threads)
+        return cls(process, BatchReader(process.memory))
+
+    def take(self, kind: str) -> Message | None:
+        """The first message of this kind that has been read, if there is one; it is gone from here then."""
+        for position, message in enumerate(self.inbox):
+            if message.kind == kind:
+                return self.inbox.pop(position)
+        return None
+
+
+@dataclass(eq=False)
+class BatchRequest:
+    """One worker's batch: asked of the worker, and of its replacement if it ends before the batch is there.
+
+    Attributes:
+        worker_idx: Whose.
+        slot: Where the worker is to put it.
+        asked: Who was asked last; ``None`` before anybody was.
+    """
+
+    worker_idx: int
+    slot: int = 0
+    asked: Member | None = None
+
+
+def reported(worker_idx: int, pid: int, message: Message) -> WeightSyncError:
+    """The exception that a worker told of before it ended: ``WorkerError`` if it is of the user's code."""
+    text = f"worker {worker_idx} (pid {pid}) raised in phase {message['phase']!r}: {message['message']}"
+    text = f"{text}\n{message['traceback']}".rstrip()
+    return WorkerError(text, remote_traceback=message["traceback"]) if message["user_code"] else WeightSyncError(text)
