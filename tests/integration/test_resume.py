@@ -83,7 +83,7 @@ def test_a_checkpoint_holds_ints_and_strings_and_loads_with_weights_only(path):
     checkpoint = torch.load(path, weights_only=True)
     state = checkpoint["callbacks"]["UpdateWeights[update_weights: policy]"]
     # One batch, and its one step, since the push after the second batch: both are counted, whatever the unit.
-    assert state == {"run": 1, "version": 1, "num_pushes": 1, "batches": 1, "optim_steps": 1}
+    assert state == {"run": 1, "version": 1, "incarnation": 0, "num_pushes": 1, "batches": 1, "optim_steps": 1}
     assert callback.state_key == "UpdateWeights[update_weights: policy]"
     assert all(type(key) is str and type(value) in (int, str) for key, value in state.items())
     (loader,) = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
