@@ -5,10 +5,13 @@ Nobody waits for these threads but ``stop``: a replacement imports, builds and c
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
 
@@ -17,7 +20,7 @@ class Ward(Protocol):
     """What is looked after: a pool."""
 
     def notice(self) -> None:
-        """See which workers are lost; does not block."""
+        """See which workers are lost; blocks for a twentieth of a second at most."""
         ...
 
     def due(self) -> Iterable[int]:
@@ -65,7 +68,10 @@ class Caretaker:
 
     def _look(self) -> None:
         while not self._stopping:
-            self._ward.notice()
+            try:
+                self._ward.notice()
+            except Exception:  # without this thread, nobody would be replaced any more
+                log.exception("looking after the workers failed")
             for worker_idx in self._ward.due():
                 self._replacing = [thread for thread in self._replacing if thread.is_alive()]
                 name = f"weight-sync-restart-{worker_idx}"

@@ -214,6 +214,32 @@ class CollectorGroup:
             self._pool.shutdown(timeout)
             self._state = GroupState.STOPPED
 
+    def resize(self, num_workers: int, timeout: float = 10.0) -> None:
+        """Have this many workers from the next batch on. To be called between two batches.
+
+        New workers start from what was pushed last; this blocks until they have joined, looking at stop requests, and
+        pushes of other threads go on meanwhile. Of too many, those with the highest indices are stopped: asked, then
+        killed. A batch that they have not handed over is lost.
+
+        Args:
+            num_workers: At least 1; a group without worker processes cannot get any, nor lose its last one.
+            timeout: Seconds that workers get to end by themselves.
+
+        Raises:
+            ValueError: ``num_workers`` is 0, or the group has none.
+            RuntimeError: The group is launched, and not connected.
+            WeightSyncError: A new worker could not be connected; the group is as it was.
+        """
+        if num_workers < 1 or self.num_workers < 1:
+            raise ValueError(f"resize({num_workers}) of {self.num_workers} workers: at least 1, before and after")
+        if self._state is GroupState.LAUNCHED:
+            raise RuntimeError("the group is launched, not connected: it is resized before or after that")
+        if self._state is GroupState.RUNNING:
+            pool = self._running_pool()
+            assert isinstance(pool, WorkerPool)
+            pool.resize(num_workers, timeout, self.look_around)
+        self.num_workers = num_workers
+
     def __enter__(self) -> CollectorGroup:
         if self._state in (GroupState.NEW, GroupState.STOPPED):
             self.start()

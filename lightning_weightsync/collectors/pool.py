@@ -19,7 +19,7 @@ import cloudpickle
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.caretaker import Caretaker
 from lightning_weightsync.collectors.member import BatchRequest, Member, Rollout, WorkerState, reported
-from lightning_weightsync.collectors.supervisor import Supervisor
+from lightning_weightsync.collectors.supervisor import Condition, Supervisor
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerDied
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.joining import connect_workers, reconnect_workers
@@ -168,6 +168,8 @@ class WorkerPool:
         """
         left = {}
         for index, cause in failed.items():
+            if index >= len(self._workers):
+                continue  # it has left
             self._look(index)
             with self._mutex:
                 if index in self.supervisor.ended:
@@ -202,7 +204,7 @@ class WorkerPool:
                     rollouts[request] = rollout
             if len(rollouts) == len(requests):
                 return [rollouts[request] for request in requests]
-            self._check_running()
+            self._check_running([])
             with self._mutex:
                 raise_failures(self.supervisor.ended, "waiting for 'batch'")
             look_around()
@@ -287,12 +289,74 @@ class WorkerPool:
             if worker.state is not WorkerState.FAILED:
                 worker.state = WorkerState.STOPPED
 
+    def resize(self, num_workers: int, timeout: float, look_around: Callable[[], None]) -> None:
+        """Have this many workers. Blocks until new ones have joined, or until those that are too many have ended.
+
+        Args:
+            num_workers: At least 1.
+            timeout: Seconds that workers get to end by themselves.
+            look_around: Called about ten times a second while new workers start; may raise to give up.
+
+        Raises:
+            WeightSyncError: A new worker could not be connected; there are as many workers as before then.
+        """
+        before = self.num_workers
+        if num_workers < before:
+            self._shrink(num_workers, timeout)
+        try:
+            self._grow(num_workers, look_around)
+        except BaseException:
+            self._shrink(before, 0.0)
+            raise
+
+    def _grow(self, num_workers: int, look_around: Callable[[], None]) -> None:
+        """New workers come as replacements do: pushes take them for lost until they have joined."""
+        new = range(self.num_workers, num_workers)
+        with self.hub.pushing:
+            for scheme in self.schemes.values():
+                newest = scheme.newest(0)
+                if newest is not None:
+                    scheme.keep_newest(new, *newest)
+            self.hub.num_workers = num_workers
+        with self._mutex:
+            for index in new:
+                self._workers.append(Member.start(index, self._threads_per_worker))
+            self.supervisor.add(new)
+        self._caretaker.call()
+        while not all(self.supervisor.condition(index) is Condition.UP for index in new):
+            self._check_running([])
+            with self._mutex:
+                raise_failures(self.supervisor.ended, "waiting for new workers")
+            look_around()
+            time.sleep(_LOOK_AROUND_MS / 1000)
+
+    def _shrink(self, num_workers: int, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        with self.hub.pushing:
+            gone = range(num_workers, self.num_workers)
+            self.hub.num_workers = num_workers
+            links = [link for index in gone if (link := self.hub.links.pop(index, None)) is not None]
+            for scheme in self.schemes.values():
+                scheme.drop_workers(gone)
+        with self._mutex:
+            leaving = self._workers[num_workers:]
+            del self._workers[num_workers:]
+            self.supervisor.remove(gone)
+            for worker in leaving:
+                worker.state = WorkerState.STOPPED
+        for worker in leaving:
+            worker.process.ask_to_stop()
+        for worker in leaving:
+            worker.process.reap(max(0.0, deadline - time.monotonic()))
+        for link in links:
+            self.hub.dispatcher.give_up(link, ChannelClosed("the group has become smaller"))
+
     # --- losses and replacements ---------------------------------------------------------------------------------
 
     def cause_of_death(self, worker_idx: int, wait: float) -> Exception | None:
         """See ``transports.hub.Watcher``: an error that the worker told of, or the end of its process."""
         if worker_idx >= len(self._workers):
-            return None
+            return WorkerDied(f"worker {worker_idx} has left: there are {len(self._workers)}")
         worker = self._workers[worker_idx]
         self._look(worker_idx, worker, wait)
         return worker.cause
@@ -344,19 +408,24 @@ class WorkerPool:
             self._lose(worker_idx, worker, failed.get(worker_idx, error))
             return
         with self._mutex:
-            if worker.cause is None:
-                worker.state = WorkerState.CONNECTED
-                self.supervisor.joined(worker_idx)
+            if worker.cause is not None or worker.state is WorkerState.STOPPED:
+                return
+            worker.state = WorkerState.CONNECTED
+            self.supervisor.joined(worker_idx)
         seconds = time.monotonic() - started
         log.info(f"worker {worker_idx} (pid {worker.process.pid}) has joined, after {seconds:.1f} s")
 
     def _successor(self, worker_idx: int) -> Member | None:
         """A new process in the place of a lost worker, of which nothing is left then; ``None`` if nobody wants it."""
-        lost = self._workers[worker_idx]
-        if lost.cause is not None:
-            self._bury(worker_idx, lost)
         with self._mutex:
-            if self.supervisor.stopped:
+            if worker_idx >= len(self._workers):
+                return None
+            current = self._workers[worker_idx]
+        if current.cause is None:
+            return current  # the first of its index: it has just been started
+        self._bury(worker_idx, current)
+        with self._mutex:
+            if self.supervisor.stopped or current not in self._workers:
                 return None
             self._workers[worker_idx] = Member.start(worker_idx, self._threads_per_worker)
             return self._workers[worker_idx]
@@ -415,8 +484,8 @@ class WorkerPool:
         timeout = float(self.hub.connect_timeout)
         self._send(index, worker, "build", self._order, worker_idx=index, seed=seed, connect_timeout=timeout)
 
-    def _check_running(self) -> None:
-        if self.supervisor.stopped:
+    def _check_running(self, workers: Iterable[Member]) -> None:
+        if self.supervisor.stopped or any(worker.state is WorkerState.STOPPED for worker in workers):
             raise WeightSyncError("the workers were stopped while they were waited for")
 
     def _await(
@@ -445,7 +514,7 @@ class WorkerPool:
                     for i, w in missing.items()
                 }
                 raise_failures(late, f"waiting for {kind!r}")
-            self._check_running()
+            self._check_running(missing.values())
             look_around()
             self._wait_for_mail(missing.values())
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lightning_weightsync.errors import LayoutMismatchError, WorkerDied, WorkerError
+from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError, WorkerDied, WorkerError
 
 WINDOW = 600.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
@@ -93,7 +93,8 @@ class Supervisor:
 
         Args:
             worker_idx: Who.
-            cause: Why. ``WorkerError`` and ``LayoutMismatchError`` are the user's code, and end the run.
+            cause: Why. ``WorkerError`` and ``LayoutMismatchError`` are the user's code, and end the run; so does what
+                is no fault of a worker, its link or the system at all.
 
         Returns:
             Seconds until a replacement is due; ``None`` if there will be none, and ``ended`` says why.
@@ -101,7 +102,7 @@ class Supervisor:
         record = self._records.get(worker_idx)
         if record is not None and record.condition in (Condition.DOWN, Condition.ENDED):
             return None  # of a death that is known already
-        if record is None or self.max_restarts == 0 or isinstance(cause, WorkerError | LayoutMismatchError):
+        if record is None or self.max_restarts == 0 or not _is_loss(cause):
             self._end(worker_idx, record, cause)
             return None
         now = self._clock()
@@ -165,6 +166,8 @@ class Supervisor:
         record = self._records.get(worker_idx)
         if self.stopped or record is None or record.condition is Condition.ENDED:
             return False
+        if record.condition is not Condition.UP:  # who joins starts from what was pushed last
+            return _is_loss(cause)
         return isinstance(cause, WorkerDied) or any(cause is known for _, known in record.deaths)
 
     def _end(self, worker_idx: int, record: _Record | None, cause: Exception) -> None:
@@ -178,6 +181,10 @@ class Supervisor:
             f"worker {worker_idx} was lost {len(record.deaths)} times within {WINDOW / 60:.0f} minutes, and is "
             f"restarted at most {self.max_restarts} times (max_restarts): {causes}"
         )
+
+
+def _is_loss(cause: Exception) -> bool:
+    return isinstance(cause, WeightSyncError | OSError) and not isinstance(cause, WorkerError | LayoutMismatchError)
 
 
 def _move(record: _Record, to: Condition) -> None:

@@ -34,6 +34,16 @@ class NewestWeights:
             if index not in in_use:
                 self._pool.release(kept, self)
 
+    def drop(self, worker_ids: Iterable[int]) -> None:
+        """Nobody will join as one of these workers."""
+        before = {kept.index: kept for kept, _ in self._kept.values()}
+        for index in worker_ids:
+            self._kept.pop(index, None)
+        in_use = {kept.index for kept, _ in self._kept.values()}
+        for index, kept in before.items():
+            if index not in in_use:
+                self._pool.release(kept, self)
+
     def of(self, worker_idx: int) -> tuple[Slot, bytes] | None:
         """Slot and extra state of the newest snapshot for a worker; ``None`` if its slot was needed for another."""
         return self._kept.get(worker_idx)

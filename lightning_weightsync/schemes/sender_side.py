@@ -171,6 +171,7 @@ class SenderSide(SchemeCore):
             )
             self._newest = NewestWeights(self._pool)
             self._pool.prefault(2)
+        self._pool.max_slots = max(self._pool.max_slots, self._slot_limit())  # there may be more workers by now
         self._reader = reader
         for index, link in links.items():
             self._open(link, offers[index], bool(answers.replies[index]["holds"]), deadline)
@@ -261,6 +262,14 @@ class SenderSide(SchemeCore):
     def newest(self, worker_idx: int) -> tuple[Slot, bytes] | None:
         """The newest snapshot for a worker, if it is still there."""
         return self._newest.of(worker_idx) if self._newest is not None else None
+
+    def drop_workers(self, worker_ids: Iterable[int]) -> None:
+        """These workers have left for good: nothing is kept for them. The caller holds the hub's ``pushing``."""
+        gone = list(worker_ids)
+        for index in gone:
+            self._transports.pop(index, None)
+        if self._newest is not None:
+            self._newest.drop(gone)
 
     def payload(self, worker_idx: int, slot: Slot, extra: bytes) -> Payload:
         """What a push hands to the hub for one worker."""

@@ -98,8 +98,8 @@ def test_what_is_more_than_ten_minutes_ago_does_not_count(clock):
     assert sup.restarts(0) == 20
 
 
-@pytest.mark.parametrize("error", [WorkerError("user code"), LayoutMismatchError("other leaves")])
-def test_an_error_of_the_users_code_is_the_end(clock, error):
+@pytest.mark.parametrize("error", [WorkerError("user code"), LayoutMismatchError("other leaves"), NameError("ours")])
+def test_an_error_of_the_users_code_or_ours_is_the_end(clock, error):
     sup = supervisor(clock)
     assert sup.died(0, error) is None
     assert sup.ended == {0: error}
@@ -143,10 +143,11 @@ def test_what_a_replacement_makes_good(clock):
     late, lost = WeightSyncTimeout("busy"), WeightSyncTimeout("silent for 30 s")
     sup.died(0, lost)
     assert sup.repairs(0, lost) and sup.repairs(0, died("is broken"))
-    assert not sup.repairs(0, late), "it was late, and is still there: nobody restarts it"
+    assert sup.repairs(0, late), "whatever it missed, its replacement starts from what was pushed last"
     assert not sup.repairs(0, WorkerError("a hook raised"))
     replace(sup, 0)
     assert sup.repairs(0, lost), "it has been made good"
+    assert not sup.repairs(0, late), "it was late, and is still there: nobody restarts it"
     assert sup.last_death(0) is lost and sup.last_death(1) is None
 
 
