@@ -1,0 +1,446 @@
+"""Which processes are the workers, and what happens when one of them is lost, or there are to be more or fewer?
+
+A fleet starts them, tells them what to build, connects their schemes, notices their ends, replaces those that were
+lost, and stops them. When a lost worker is replaced is ``supervisor``'s decision.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from lightning_weightsync.collectors.base import CollectorFactory
+from lightning_weightsync.collectors.caretaker import Caretaker
+from lightning_weightsync.collectors.member import Member, WorkerState, reported
+from lightning_weightsync.collectors.supervisor import Condition, Supervisor
+from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerDied
+from lightning_weightsync.schemes.base import WeightSyncScheme
+from lightning_weightsync.schemes.joining import connect_workers, reconnect_workers
+from lightning_weightsync.schemes.push import PerWorker
+from lightning_weightsync.schemes.strategy import Weights
+from lightning_weightsync.transports.control import ChannelClosed
+from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.transports.link import LinkState, WorkerLink
+from lightning_weightsync.transports.pushing import raise_failures
+from lightning_weightsync.transports.rendezvous import StoreInfo
+
+log = logging.getLogger(__name__)
+
+_LOOK_AROUND_MS = 100
+
+
+class Fleet:
+    """N worker processes and the hub of links to them.
+
+    Once connected, a worker that is lost (its process ended, or its link was given up) is replaced in the background,
+    as often as ``max_restarts`` allows; only then, or when the user's own code raised, do calls raise its loss.
+
+    Args:
+        num_workers: How many.
+        schemes: By destination; initialised here as senders.
+        threads_per_worker: Cap on each worker's compute threads.
+        max_restarts: Of each worker, within any ten minutes.
+        new_seed: Called with a worker's index for the seed of its replacement; never the same one twice.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        schemes: Mapping[str, WeightSyncScheme],
+        threads_per_worker: int,
+        *,
+        max_restarts: int,
+        new_seed: Callable[[int], int],
+    ) -> None:
+        self.schemes = schemes
+        first = next(iter(schemes.values()), None)
+        timeouts = [s.connect_timeout for s in schemes.values() if s.connect_timeout is not None]
+        self.hub = LinkHub(
+            num_workers,
+            host=first.host if first is not None else "127.0.0.1",
+            local=any(scheme.wants_local for scheme in schemes.values()),
+            connect_timeout=max(timeouts, default=None),
+            heartbeat_timeout=max((s.heartbeat_timeout for s in schemes.values()), default=30.0),
+            watcher=self,
+        )
+        self.supervisor = Supervisor(max_restarts)
+        self._threads_per_worker = threads_per_worker
+        self._new_seed = new_seed
+        self._workers: list[Member] = []
+        self._frames: dict[int, int] = {}
+        # Over members, their mail, and the supervisor; nobody waits for a push or a worker while he holds it.
+        self._mutex = threading.RLock()
+        # One replacement dials at a time: the rendezvous refuses a worker that it does not expect.
+        self._joining = threading.Lock()
+        self._caretaker = Caretaker(self)
+        self._order = b""
+        self._listened = 0.0
+        try:
+            for model_id, scheme in schemes.items():
+                scheme.init_on_sender(model_id, context=self)
+            for index in range(num_workers):
+                self._workers.append(Member.start(index, threads_per_worker))
+        except BaseException:
+            self.shutdown(0.0)
+            raise
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are, replacements that are starting included."""
+        return self.hub.num_workers
+
+    @property
+    def restarts(self) -> int:
+        """Replacements of lost workers so far."""
+        with self._mutex:
+            return self.supervisor.total_restarts
+
+    def connect(
+        self,
+        factory: CollectorFactory,
+        seeds: Sequence[int],
+        weights: Mapping[str, Weights | PerWorker],
+        look_around: Callable[[], None],
+    ) -> None:
+        """Have every worker build its collector, and deliver the current version. Blocks until all have applied it.
+
+        All are connected, or none: a worker that dies here is not replaced.
+
+        Args:
+            factory: See ``CollectorFactory``.
+            seeds: One per worker.
+            weights: By destination.
+            look_around: Called about ten times a second while collectors are being built; may raise to give up.
+
+        Raises:
+            WorkerError: A factory raised; carries the worker's traceback.
+            WorkerDied: A worker's process ended.
+            LayoutMismatchError: The models of trainer and workers differ.
+            WeightSyncTimeout: Not everybody was ready within ``connect_timeout``.
+        """
+        deadline = time.monotonic() + self.hub.connect_timeout
+        self._order = _pickled(factory, self.schemes, self.hub.info if self.schemes else None)
+        workers = dict(enumerate(self._workers))
+        for index, worker in workers.items():
+            self._tell_to_build(index, worker, seeds[index])
+        self._await("built", workers, deadline, look_around)
+        for index, worker in workers.items():
+            self._send(index, worker, "connect")
+        if self.schemes:
+            given = {scheme: weights[model_id] for model_id, scheme in self.schemes.items()}
+            connect_workers(self.hub, given, range(self.num_workers), deadline)
+        self._await("connected", workers, deadline, look_around)
+        with self._mutex:
+            self.supervisor.watch(workers)
+            for worker in workers.values():
+                if worker.state is WorkerState.STARTING:
+                    worker.state = WorkerState.CONNECTED
+        self._caretaker.start()
+
+    def shutdown(self, timeout: float) -> None:
+        """Stop every worker within ``timeout`` seconds overall: ask all, then kill those that are left. Idempotent."""
+        with self._mutex:  # no process is started from here on
+            self.supervisor.stop()
+        self._caretaker.stop()
+        # An interpreter that still imports hears nothing yet, and has nothing to close.
+        deadline = time.monotonic() + (timeout if self._order else 0.0)
+        for worker in self._workers:
+            worker.process.ask_to_stop()
+        # Before they are waited for: a worker that is connecting waits for the sender, not for its parent.
+        for scheme in self.schemes.values():
+            scheme.shutdown()
+        self.hub.close()
+        self._caretaker.join(max(0.5, deadline - time.monotonic()))
+        for index, worker in enumerate(self._workers):
+            is_replacement = worker.state is WorkerState.STARTING and self.supervisor.condition(index) is not None
+            worker.process.reap(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
+            if worker.state is not WorkerState.FAILED:
+                worker.state = WorkerState.STOPPED
+
+    def resize(self, num_workers: int, timeout: float, look_around: Callable[[], None]) -> None:
+        """Have this many workers. Blocks until new ones have joined, or until those that are too many have ended.
+
+        Args:
+            num_workers: At least 1.
+            timeout: Seconds that workers get to end by themselves.
+            look_around: Called about ten times a second while new workers start; may raise to give up.
+
+        Raises:
+            WeightSyncError: A new worker could not be connected; there are as many workers as before then.
+        """
+        before = self.num_workers
+        if num_workers < before:
+            self._shrink(num_workers, timeout)
+        try:
+            self._grow(num_workers, look_around)
+        except BaseException:
+            self._shrink(before, 0.0)
+            raise
+
+    def _grow(self, num_workers: int, look_around: Callable[[], None]) -> None:
+        """New workers come as replacements do: pushes take them for lost until they have joined."""
+        new = range(self.num_workers, num_workers)
+        with self.hub.pushing:
+            for scheme in self.schemes.values():
+                newest = scheme.newest(0)
+                if newest is not None:
+                    scheme.keep_newest(new, *newest)
+            self.hub.num_workers = num_workers
+        with self._mutex:
+            for index in new:
+                self._workers.append(Member.start(index, self._threads_per_worker))
+            self.supervisor.add(new)
+        self._caretaker.call()
+        while not all(self.supervisor.condition(index) is Condition.UP for index in new):
+            self._check_running([])
+            with self._mutex:
+                raise_failures(self.supervisor.ended, "waiting for new workers")
+            look_around()
+            time.sleep(_LOOK_AROUND_MS / 1000)
+
+    def _shrink(self, num_workers: int, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        with self.hub.pushing:
+            gone = range(num_workers, self.num_workers)
+            self.hub.num_workers = num_workers
+            links = [link for index in gone if (link := self.hub.links.pop(index, None)) is not None]
+            for scheme in self.schemes.values():
+                scheme.drop_workers(gone)
+        with self._mutex:
+            leaving = self._workers[num_workers:]
+            del self._workers[num_workers:]
+            self.supervisor.remove(gone)
+            for worker in leaving:
+                worker.state = WorkerState.STOPPED
+        for worker in leaving:
+            worker.process.ask_to_stop()
+        for worker in leaving:
+            worker.process.reap(max(0.0, deadline - time.monotonic()))
+        for link in links:
+            self.hub.dispatcher.give_up(link, ChannelClosed("the group has become smaller"))
+
+    # --- losses and replacements ---------------------------------------------------------------------------------
+
+    def cause_of_death(self, worker_idx: int, wait: float) -> Exception | None:
+        """See ``transports.hub.Watcher``: an error that the worker told of, or the end of its process."""
+        if worker_idx >= len(self._workers):
+            return WorkerDied(f"worker {worker_idx} has left: there are {len(self._workers)}")
+        worker = self._workers[worker_idx]
+        self._look(worker_idx, worker, wait)
+        return worker.cause
+
+    def notice(self) -> None:
+        """See which workers are lost, of those that nobody waits for too. See ``caretaker.Ward``."""
+        now = time.monotonic()
+        waited_for = [i for i, worker in enumerate(self._workers) if worker.state is WorkerState.COLLECTING]
+        if waited_for and now - self._listened > self.hub.heartbeat_timeout / 8:
+            self._listened = now
+            self.hub.give_up_silent(waited_for)
+        for index, worker in enumerate(self._workers):
+            # Mail is left to those who wait for it: they would sleep on.
+            if worker.process.ended() is not None or self._broken_link(index, worker) is not None:
+                self._look(index, worker)
+
+    def due(self) -> list[int]:
+        """See ``caretaker.Ward``."""
+        with self._mutex:
+            due = self.supervisor.due()
+            for index in due:
+                self.supervisor.starting(index)
+            return due
+
+    def replace(self, worker_idx: int) -> None:
+        """Start a replacement of a worker, and connect it. See ``caretaker.Ward``.
+
+        It starts from what was pushed last. Pushes to the other workers go on meanwhile.
+        """
+        started = time.monotonic()
+        try:
+            worker = self._successor(worker_idx)
+        except OSError as error:  # no memory, or no process id, is left
+            self._count(worker_idx, WorkerDied(f"no process could be started for worker {worker_idx}: {error}"))
+            return
+        if worker is None:
+            return
+        deadline = started + self.hub.connect_timeout
+        try:
+            with self._mutex:
+                seed = self._new_seed(worker_idx)
+            self._tell_to_build(worker_idx, worker, seed)
+            self._await("built", {worker_idx: worker}, deadline)
+            with self._joining:
+                self._send(worker_idx, worker, "connect")
+                if self.schemes:
+                    reconnect_workers(self.hub, list(self.schemes.values()), [worker_idx], deadline)
+                self._await("connected", {worker_idx: worker}, deadline)
+        except Exception as error:
+            failed = error.failed if isinstance(error, WeightSyncError) else {}
+            self._lose(worker_idx, worker, failed.get(worker_idx, error))
+            return
+        with self._mutex:
+            if worker.cause is not None or worker.state is WorkerState.STOPPED:
+                return
+            worker.state = WorkerState.CONNECTED
+            self.supervisor.joined(worker_idx)
+        seconds = time.monotonic() - started
+        log.info(f"worker {worker_idx} (pid {worker.process.pid}) has joined, after {seconds:.1f} s")
+
+    def _successor(self, worker_idx: int) -> Member | None:
+        """A new process in the place of a lost worker, of which nothing is left then; ``None`` if nobody wants it."""
+        with self._mutex:
+            if worker_idx >= len(self._workers):
+                return None
+            current = self._workers[worker_idx]
+        if current.cause is None:
+            return current  # the first of its index: it has just been started
+        self._bury(worker_idx, current)
+        with self._mutex:
+            if self.supervisor.stopped or current not in self._workers:
+                return None
+            self._workers[worker_idx] = Member.start(worker_idx, self._threads_per_worker)
+            return self._workers[worker_idx]
+
+    def _bury(self, worker_idx: int, worker: Member) -> None:
+        """End what is left of a lost worker: its link, its process (it may be stopped), its children."""
+        link = self.hub.links.get(worker_idx)
+        if link is not None and link.state is LinkState.OPEN:
+            self.hub.dispatcher.give_up(link, ChannelClosed("its process has ended"))
+        worker.process.kill()
+        self._read(worker_idx, worker)  # it may have finished a batch
+        worker.process.reap(0.0)
+
+    def _look(self, index: int, worker: Member | None = None, wait: float = 0.0) -> None:
+        """See whether a worker is lost: it told of an error, its process ended, or its link was given up."""
+        worker = worker or self._workers[index]
+        if worker.cause is not None or worker.state is WorkerState.STOPPED:
+            return
+        ended = worker.process.ended(wait)
+        self._read(index, worker)
+        if ended is not None:
+            self._lose(index, worker, WorkerDied(f"worker {index} (pid {worker.process.pid}) ended: {ended}"))
+        link = self._broken_link(index, worker)
+        if link is not None:
+            self._lose(index, worker, link.cause or WorkerDied(f"worker {index}: its link is gone"))
+
+    def _broken_link(self, index: int, worker: Member) -> WorkerLink | None:
+        """This worker's link if it was given up; not that of the worker before."""
+        link = self.hub.links.get(index)
+        own = link is not None and link.pid == worker.process.pid
+        return link if own and link is not None and link.state is LinkState.BROKEN else None
+
+    def _lose(self, index: int, worker: Member, cause: Exception) -> None:
+        """A worker is lost for this cause, unless it was lost before."""
+        with self._mutex:
+            if worker.cause is not None or self.supervisor.stopped:
+                return
+            worker.state, worker.cause = WorkerState.FAILED, cause
+            if worker in self._workers:
+                self._count(index, cause)
+
+    def _count(self, index: int, cause: Exception) -> None:
+        """A worker, or its replacement, is lost: see what becomes of it, and say so."""
+        with self._mutex:
+            wait = self.supervisor.died(index, cause)
+            if wait is not None:
+                restart = f"restart {self.supervisor.restarts(index) + 1}"
+                log.warning(f"{cause}; its replacement starts {f'in {wait:.1f} s' if wait else 'now'} ({restart})")
+            elif index in self.supervisor.ended and self.supervisor.condition(index) is not None:
+                log.error(str(self.supervisor.ended[index]).partition("\n")[0])
+        self._caretaker.call()
+
+    # --- mail ----------------------------------------------------------------------------------------------------
+
+    def _tell_to_build(self, index: int, worker: Member, seed: int) -> None:
+        timeout = float(self.hub.connect_timeout)
+        self._send(index, worker, "build", self._order, worker_idx=index, seed=seed, connect_timeout=timeout)
+
+    def _check_running(self, workers: Iterable[Member]) -> None:
+        if self.supervisor.stopped or any(worker.state is WorkerState.STOPPED for worker in workers):
+            raise WeightSyncError("the workers were stopped while they were waited for")
+
+    def _await(
+        self,
+        kind: str,
+        workers: Mapping[int, Member],
+        deadline: float,
+        look_around: Callable[[], None] = lambda: None,
+    ) -> None:
+        """One message of this kind from each of these workers, which are starting; a loss of any of them raises."""
+        started = time.monotonic()
+        missing = dict(workers)
+        while True:
+            for index, worker in list(missing.items()):
+                self._look(index, worker)
+                with self._mutex:
+                    if worker.take(kind) is not None:
+                        del missing[index]
+            raise_failures(_causes(workers if missing else {}), f"waiting for {kind!r}")
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                seconds = f"after {time.monotonic() - started:.1f} s"
+                late = {
+                    i: WeightSyncTimeout(f"worker {i} (pid {w.process.pid}) was still {w.state.value} {seconds}")
+                    for i, w in missing.items()
+                }
+                raise_failures(late, f"waiting for {kind!r}")
+            self._check_running(missing.values())
+            look_around()
+            self._wait_for_mail(missing.values())
+
+    @staticmethod
+    def _wait_for_mail(workers: Iterable[Member]) -> None:
+        """Sleep until one of these has sent something, or for a tenth of a second."""
+        poller = select.poll()
+        for worker in workers:
+            descriptor = worker.process.jobs.fileno()
+            if worker.cause is None and descriptor >= 0:
+                poller.register(descriptor, select.POLLIN)
+        poller.poll(_LOOK_AROUND_MS)
+
+    def _read(self, index: int, worker: Member) -> None:
+        """Take in what the worker has sent; an error it tells of, or the end of its channel, is its end."""
+        with self._mutex:  # the thread that delivers pushes asks for causes of death too
+            self._take_in(index, worker)
+
+    def _take_in(self, index: int, worker: Member) -> None:
+        try:
+            while (message := worker.process.jobs.poll()) is not None:
+                if message.kind == "error":
+                    self._lose(index, worker, reported(index, worker.process.pid, message))
+                elif message.kind != "booted":
+                    worker.inbox.append(message)
+                if message.kind == "batch" and message["schema"]:
+                    worker.reader.open(message["schema"])
+        except ChannelClosed as error:
+            if worker.cause is None and worker.state is not WorkerState.STOPPED:
+                ended = worker.process.ended(0.5) or f"its job channel broke: {error}"
+                self._lose(index, worker, WorkerDied(f"worker {index} (pid {worker.process.pid}) ended: {ended}"))
+
+    def _send(self, index: int, worker: Member, kind: str, blob: bytes = b"", **fields: Any) -> None:
+        """Send a message; if the worker is gone, that is noticed and nothing is raised."""
+        try:
+            worker.process.jobs.send(kind, blob, deadline=time.monotonic() + self.hub.connect_timeout, **fields)
+        except ChannelClosed:
+            self._look(index, worker, 0.5)
+
+
+def _causes(workers: Mapping[int, Member]) -> dict[int, Exception]:
+    return {index: worker.cause for index, worker in workers.items() if worker.cause is not None}
+
+
+def _pickled(factory: CollectorFactory, schemes: Mapping[str, WeightSyncScheme], info: StoreInfo | None) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps((factory, dict(schemes), info))
+    except Exception as error:
+        raise TypeError(
+            f"the collector factory {factory!r} cannot be pickled, and a worker is another process: {error}. "
+            "Make what does not pickle inside the factory."
+        ) from error
+    return data
