@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -165,10 +166,14 @@ class UpdateWeights(pl.Callback):
     # --- start ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Validate paths, map and schemes; launch the group's interpreters."""
+        """Validate paths, map and schemes; launch the group's interpreters, and those of its evaluations."""
+        if self._group is not None:
+            self._group.weights_getter = partial(self._weights_of, trainer, pl_module)
+            self._group.rank = trainer.global_rank
+            self._group.look_around = self._look_around
+        self.trainer = trainer
         if stage != "fit":
             return
-        self.trainer = trainer
         self._fit = _Fit()
         self._check_map()
         try:
@@ -177,12 +182,9 @@ class UpdateWeights(pl.Callback):
             # A module that builds its networks in setup() or configure_model() has them only in on_fit_start.
             if not (is_overridden("setup", pl_module) or is_overridden("configure_model", pl_module)):
                 raise
-        if self._group is not None:
-            self._group.rank = trainer.global_rank
-            self._group.look_around = self._look_around
-            if not self._group.running:
-                self._launched = True
-                self._group.launch()
+        if self._group is not None and not self._group.running:
+            self._launched = True
+            self._group.launch()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Resolve what a module has built meanwhile; first call of a collector or sender that is not a group."""
@@ -329,6 +331,11 @@ class UpdateWeights(pl.Callback):
         schemes = list(self._group.weight_sync_schemes)
         return {schemes[0]: weights} if len(schemes) == 1 else dict(weights)
 
+    def _weights_of(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """What is evaluated: the sources as they are now."""
+        self._resolve(trainer, pl_module)
+        return self._weights()
+
     def _connect(self) -> None:
         """First push of this fit, once: a group that somebody else has connected may hold any weights."""
         if self._group is None or self._fit.connected:
@@ -465,6 +472,8 @@ class UpdateWeights(pl.Callback):
         if self._launched and self._group is not None:
             self._launched = False
             self._group.shutdown(timeout)
+        elif self._group is not None and not self._group.running:
+            self._group.stop_evaluations(timeout)  # of trainer.validate
 
 
 @dataclass
