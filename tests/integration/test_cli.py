@@ -84,6 +84,16 @@ def test_a_run_that_reaches_its_threshold_exits_with_0_and_stops_early(tmp_path)
     assert int(figures["frames"]) < 20 * 3 * 64
 
 
+def test_a_run_is_validated_on_whole_episodes_and_stops_by_them(tmp_path):
+    evaluation = ["+evaluation.episodes=3", "module._target_=tests.helpers.evaluated_ppo.EvaluatedPPO"]
+    solved = ["callbacks.solved.monitor=val/episode_return", "callbacks.solved.check_on_train_epoch_end=false"]
+    done = run(tmp_path, *SMALL, *evaluation, *solved, "callbacks.solved.stopping_threshold=1")
+    assert done.returncode == 0, done.stderr
+    assert last_line(done)["frames"] == "192"  # of the one epoch's training, not of the episodes
+    (value,) = [float(row["val/episode_return"]) for row in rows(tmp_path) if row["val/episode_return"]]
+    assert value >= 1
+
+
 def test_two_worker_processes_and_a_checkpoint_to_go_on_from(tmp_path):
     workers = ["collector.num_workers=2", "trainer.enable_checkpointing=true"]
     first = run(tmp_path / "first", *SMALL, *workers)
