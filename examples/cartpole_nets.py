@@ -6,6 +6,7 @@ import math
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import Tensor, nn
 
 
@@ -30,7 +31,8 @@ def mlp(inputs: int, outputs: int, hidden: int, head_gain: float) -> nn.Sequenti
 class Actor(nn.Module):
     """A stochastic policy over discrete actions.
 
-    Called with a ``TensorDict`` it acts: it adds ``action`` (int64) and ``sample_log_prob`` to ``observation``.
+    Called with a ``TensorDict`` it acts: it adds ``action`` (int64) and ``sample_log_prob`` to ``observation``. The
+    action is a sample, or the likeliest one under ``set_interaction_type(DETERMINISTIC)``, as in an evaluation.
     Training calls :meth:`log_probs`.
     """
 
@@ -45,8 +47,11 @@ class Actor(nn.Module):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         log_probs = self.log_probs(tensordict["observation"])
-        # A race of exponentials, which is what torch.multinomial draws too; but its checks slow collection by a sixth.
-        action = (log_probs.exp() / torch.empty_like(log_probs).exponential_()).argmax(-1, keepdim=True)
+        scores = log_probs
+        if interaction_type() is not InteractionType.DETERMINISTIC:
+            # A race of exponentials is what torch.multinomial draws too; but its checks slow collection by a sixth.
+            scores = log_probs.exp() / torch.empty_like(log_probs).exponential_()
+        action = scores.argmax(-1, keepdim=True)
         tensordict["action"] = action.squeeze(-1)
         tensordict["sample_log_prob"] = log_probs.gather(-1, action).squeeze(-1)
         return tensordict

@@ -1,15 +1,17 @@
 """How much has been trained since the last push?
 
-Counts finished batches and real optimizer steps. Steps are counted by hooks on ``torch.optim.Optimizer`` because
-everything that Lightning counts is wrong somewhere: ``global_step`` stands still when a module steps its raw optimizer,
-and moves when a gradient scaler skips a step; ``on_before_optimizer_step`` fires once per closure call of LBFGS.
+Counts finished batches, real optimizer steps, collected frames and seconds. Steps are counted by hooks on
+``torch.optim.Optimizer`` because everything that Lightning counts is wrong somewhere: ``global_step`` stands still when
+a module steps its raw optimizer, and moves when a gradient scaler skips a step; ``on_before_optimizer_step`` fires once
+per closure call of LBFGS.
 """
 
 from __future__ import annotations
 
 import difflib
+import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,10 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Cadence", "IntervalUnit", "OptimizerStepCounter", "owning_optimizers"]
 
-IntervalUnit = Literal["batches", "optim_steps"]
+IntervalUnit = Literal["batches", "optim_steps", "frames", "seconds"]
 
-_COUNTED = ("batches", "optim_steps")
-_LATER = ("frames", "seconds")
+_UNITS: tuple[str, ...] = get_args(IntervalUnit)
 
 
 class Cadence:
@@ -30,13 +31,15 @@ class Cadence:
     make the next one come early or never.
 
     Args:
-        interval: How many make a push due; at least 1.
-        unit: What is counted: ``"batches"`` or ``"optim_steps"``.
+        interval: How many make a push due; at least 1. An int; with ``"seconds"`` any positive number.
+        unit: What is counted. ``"batches"``: finished training batches. ``"optim_steps"``: real optimizer steps.
+            ``"frames"``: what `batch_ended` is told. ``"seconds"``: the time between two looks at the clock, which is
+            looked at when a batch ends; the time before `start_clock`, between two runs for example, does not count.
+        clock: Seconds that never go backwards.
 
     Raises:
-        ValueError: ``interval`` is below 1, or there is no such unit.
-        TypeError: ``interval`` is no int.
-        NotImplementedError: The unit is ``"frames"`` or ``"seconds"``.
+        ValueError: ``interval`` is below 1 (not positive, in seconds), or there is no such unit.
+        TypeError: ``interval`` is no int, or in seconds no number.
 
     Example:
         >>> cadence = Cadence(2, "batches")
@@ -51,44 +54,64 @@ class Cadence:
         0
     """
 
-    def __init__(self, interval: int = 1, unit: IntervalUnit | str = "batches") -> None:
-        if isinstance(interval, bool) or not isinstance(interval, int):
-            raise TypeError(f"the interval is an int, got {interval!r} ({type(interval).__name__})")
-        if interval < 1:
-            raise ValueError(f"the interval is at least 1, got {interval}")
-        if unit in _LATER:
-            raise NotImplementedError(
-                f"interval_unit={unit!r} is not there yet; use {' or '.join(map(repr, _COUNTED))}"
-            )
-        if unit not in _COUNTED:
-            close = difflib.get_close_matches(str(unit), _COUNTED, n=1)
+    def __init__(
+        self,
+        interval: float = 1,
+        unit: IntervalUnit | str = "batches",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if unit not in _UNITS:
+            close = difflib.get_close_matches(str(unit), _UNITS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"interval_unit={unit!r} is none of {', '.join(map(repr, _COUNTED + _LATER))}{hint}")
+            raise ValueError(f"interval_unit={unit!r} is none of {', '.join(map(repr, _UNITS))}{hint}")
+        _check_interval(interval, unit)
         self.interval = interval
         self.unit = unit
-        self._since_push = dict.fromkeys(_COUNTED, 0)
+        self._clock = clock
+        self._looked: float | None = None
+        self._load({})
 
-    def batch_ended(self) -> None:
-        """Count one finished training batch."""
-        self._since_push["batches"] += 1
+    def start_clock(self) -> None:
+        """Count seconds from now on, beside those that were counted before; the time in between does not count."""
+        self._looked = self._clock()
+
+    def batch_ended(self, frames: int = 0) -> None:
+        """Count one finished training batch, what was collected since the one before, and the time.
+
+        Args:
+            frames: Transitions that were collected since the last call.
+        """
+        self._batches += 1
+        self._frames += frames
+        if self._looked is not None:
+            now = self._clock()
+            self._seconds += now - self._looked
+            self._looked = now
 
     def step_happened(self) -> None:
         """Count one real optimizer step."""
-        self._since_push["optim_steps"] += 1
+        self._optim_steps += 1
 
     def pushed(self) -> None:
         """Start counting anew: the weights as they are now have been pushed."""
-        self._since_push = dict.fromkeys(_COUNTED, 0)
+        self._load({})
+        if self._looked is not None:
+            self._looked = self._clock()
 
     @property
-    def pending(self) -> int:
-        """How many of the unit were counted since the last push."""
-        return self._since_push[self.unit]
+    def pending(self) -> float:
+        """How many of the unit were counted since the last push; an int, but for seconds."""
+        counts = (self._batches, self._optim_steps, self._frames, self._seconds)
+        return dict(zip(_UNITS, counts, strict=True))[self.unit]
 
     @property
     def stale(self) -> bool:
-        """Whether anything of the unit, or any optimizer step, was counted since the last push."""
-        return bool(self.pending or self._since_push["optim_steps"])
+        """Whether anything that may have changed the weights was counted since the last push.
+
+        That is an optimizer step, and a batch too, unless it is steps that are counted.
+        """
+        return bool(self._optim_steps or (self._batches and self.unit != "optim_steps"))
 
     @property
     def due(self) -> bool:
@@ -96,12 +119,31 @@ class Cadence:
         return self.pending >= self.interval
 
     def state_dict(self) -> dict[str, int]:
-        """What was counted since the last push, per unit; neither interval nor unit, which a resumed run may change."""
-        return dict(self._since_push)
+        """What was counted since the last push, as ints; neither interval nor unit, which a resumed run may change."""
+        return {
+            "batches": self._batches,
+            "optim_steps": self._optim_steps,
+            "frames": self._frames,
+            "milliseconds": round(1e3 * self._seconds),
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on counting from a saved state; loading twice is loading once."""
-        self._since_push = {unit: int(state.get(unit, 0)) for unit in _COUNTED}
+        self._load(state)
+
+    def _load(self, state: Mapping[str, int]) -> None:
+        self._batches = int(state.get("batches", 0))
+        self._optim_steps = int(state.get("optim_steps", 0))
+        self._frames = int(state.get("frames", 0))
+        self._seconds = int(state.get("milliseconds", 0)) / 1e3
+
+
+def _check_interval(interval: object, unit: str) -> None:
+    kind, name, least = (int | float, "a number", "positive") if unit == "seconds" else (int, "an int", "at least 1")
+    if isinstance(interval, bool) or not isinstance(interval, kind):
+        raise TypeError(f"the interval in {unit} is {name}, got {interval!r} ({type(interval).__name__})")
+    if not (interval > 0 if unit == "seconds" else interval >= 1):
+        raise ValueError(f"the interval in {unit} is {least}, got {interval}")
 
 
 class OptimizerStepCounter:

@@ -4,7 +4,7 @@
     on_sanity_check_start or   a group is connected: restored weights, the version of the checkpoint, before the first
       on_train_start             batch is pulled (whichever hook comes first); one that is connected is pushed to
     optimizer step             unit "optim_steps": counted, and pushed inside the batch when due
-    on_train_batch_end         unit "batches": counted, and pushed when due; figures are logged
+    on_train_batch_end         the other units: counted, and pushed when due; figures are logged
     on_train_end               pushed once more if anything was counted since the last push
     teardown, on_exception     a group that the callback launched is stopped
 
@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,7 +43,8 @@ class UpdateWeights(pl.Callback):
 
     Args:
         collector: A ``CollectorGroup``, or any object with ``update_policy_weights_``.
-        update_weights_interval: How many batches or optimizer steps make a push due, counted since the last push.
+        update_weights_interval: How many of the unit make a push due, counted since the last push: at least so many,
+            never a modulus. An int; in seconds any positive number.
         policy_weights_getter: Called without arguments for the weights to push.
         weight_update_map: Destination (on the collector) -> source path (on the module, then on the trainer). Wins over
             ``policy_weights_getter``. Several destinations are pushed as one version.
@@ -50,13 +52,18 @@ class UpdateWeights(pl.Callback):
         sender: Any object with ``update_weights()``, in place of a collector.
         interval_unit: ``"batches"`` counts finished training batches, accumulated ones too. ``"optim_steps"`` counts
             real steps of the optimizers that own a mapped parameter, and pushes the weights of that very step. With a
-            getter or a sender nothing is mapped: all optimizers count.
+            getter or a sender nothing is mapped: all optimizers count. ``"frames"`` counts what a group collects; with
+            any other collector, which has to be iterable, the elements of the ``TensorDict`` batches that are trained
+            on. ``"seconds"`` counts the time that the fit takes, on a monotonic clock that is looked at when a batch
+            ends; the time between two runs does not count.
         blocking: Whether a push waits until every worker has applied it. ``None``: where the group is ``sync=True``.
             ``False``: the trainer is held for one copy of the weights; a newer push may take the place of one that is
             still waiting. The last push of a fit is waited for in any case.
 
     Raises:
-        ValueError: Neither or both of ``collector`` and ``sender``; no source of weights; a bad interval or unit.
+        ValueError: Neither or both of ``collector`` and ``sender``; no source of weights; a bad interval or unit;
+            ``"frames"`` without anything that collects them.
+        TypeError: An interval that is no number.
 
     Attributes:
         num_pushes: Completed pushes, over resumes. A group's connecting, which delivers the current version, is not
@@ -72,7 +79,7 @@ class UpdateWeights(pl.Callback):
     def __init__(
         self,
         collector: Any = None,
-        update_weights_interval: int = 1,
+        update_weights_interval: float = 1,
         policy_weights_getter: Callable[[], Any] | None = None,
         weight_update_map: Mapping[str, str] | None = None,
         trainer: pl.Trainer | None = None,
@@ -100,6 +107,12 @@ class UpdateWeights(pl.Callback):
             raise ValueError(
                 "blocking=False needs a CollectorGroup: nothing else is known to deliver in the background"
             )
+        if interval_unit == "frames" and not hasattr(collector, "__iter__"):
+            whose = "a sender" if collector is None else f"{type(collector).__name__}, which is not iterable,"
+            raise ValueError(
+                f"interval_unit='frames' needs a collector whose frames can be counted, a CollectorGroup or an "
+                f"iterable of TensorDicts; {whose} has none: use 'batches', 'optim_steps' or 'seconds'"
+            )
         self.collector = collector
         self.sender = sender
         self.policy_weights_getter = policy_weights_getter if weight_update_map is None else None
@@ -123,7 +136,7 @@ class UpdateWeights(pl.Callback):
         self._staleness: tuple[float, float] | None = None
 
     @property
-    def update_weights_interval(self) -> int:
+    def update_weights_interval(self) -> float:
         """How many make a push due."""
         return self._cadence.interval
 
@@ -153,10 +166,14 @@ class UpdateWeights(pl.Callback):
     # --- start ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Validate paths, map and schemes; launch the group's interpreters."""
+        """Validate paths, map and schemes; launch the group's interpreters, and those of its evaluations."""
+        if self._group is not None:
+            self._group.weights_getter = partial(self._weights_of, trainer, pl_module)
+            self._group.rank = trainer.global_rank
+            self._group.look_around = self._look_around
+        self.trainer = trainer
         if stage != "fit":
             return
-        self.trainer = trainer
         self._fit = _Fit()
         self._check_map()
         try:
@@ -165,12 +182,9 @@ class UpdateWeights(pl.Callback):
             # A module that builds its networks in setup() or configure_model() has them only in on_fit_start.
             if not (is_overridden("setup", pl_module) or is_overridden("configure_model", pl_module)):
                 raise
-        if self._group is not None:
-            self._group.rank = trainer.global_rank
-            self._group.look_around = self._look_around
-            if not self._group.running:
-                self._launched = True
-                self._group.launch()
+        if self._group is not None and not self._group.running:
+            self._launched = True
+            self._group.launch()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Resolve what a module has built meanwhile; first call of a collector or sender that is not a group."""
@@ -194,6 +208,9 @@ class UpdateWeights(pl.Callback):
                 "limit_train_batches)"
             )
         self._count_steps(trainer, pl_module)
+        if self._group is not None:
+            self._fit.frames = self._group.frames
+        self._cadence.start_clock()
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -214,9 +231,9 @@ class UpdateWeights(pl.Callback):
     ) -> None:
         """Count the batch, push if that is due, log."""
         self._check_under_way()
-        self._cadence.batch_ended()
+        self._cadence.batch_ended(self._new_frames(batch))
         self._fit.batches += 1
-        if self.interval_unit == "batches" and self._cadence.due:
+        if self.interval_unit != "optim_steps" and self._cadence.due:
             self._push()
         figures = self._figures()
         shown = {name for name in figures if name.rpartition("/")[2] in _IN_PROGRESS_BAR}
@@ -324,6 +341,11 @@ class UpdateWeights(pl.Callback):
         schemes = list(self._group.weight_sync_schemes)
         return {schemes[0]: weights} if len(schemes) == 1 else dict(weights)
 
+    def _weights_of(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """What is evaluated: the sources as they are now."""
+        self._resolve(trainer, pl_module)
+        return self._weights()
+
     def _connect(self) -> None:
         """First push of this fit, once: a group that somebody else has connected may hold any weights."""
         if self._group is None or self._fit.connected:
@@ -360,6 +382,20 @@ class UpdateWeights(pl.Callback):
         self._cadence.step_happened()
         if self.interval_unit == "optim_steps" and self._cadence.due:
             self._push()
+
+    def _new_frames(self, batch: Any) -> int:
+        """What was collected since the last call; where no group counts, the batch is what was collected."""
+        if self._group is not None:
+            before, self._fit.frames = self._fit.frames, self._group.frames
+            return self._fit.frames - before
+        if isinstance(batch, TensorDictBase):
+            return int(batch.numel())
+        if self.interval_unit == "frames":
+            raise TypeError(
+                f"interval_unit='frames' counts TensorDict batches of a {type(self.collector).__name__}; this one is "
+                f"{type(batch).__name__}: use 'batches', 'optim_steps' or 'seconds'"
+            )
+        return 0
 
     def _push(self) -> None:
         started = time.perf_counter()
@@ -434,11 +470,11 @@ class UpdateWeights(pl.Callback):
             self._steps = None
 
     def _warn_of_no_push(self, pl_module: pl.LightningModule) -> None:
-        counted = self._cadence.pending
-        if counted:
+        if self._cadence.stale:
             rank_zero_warn(
                 f"update_weights_interval={self.update_weights_interval} ({self.interval_unit}) is longer than this "
-                f"run of {counted}: its only push comes now, at its end, and every batch was made by the first weights"
+                f"run of {self._cadence.pending:.6g}: its only push comes now, at its end, and every batch was made by "
+                "the first weights"
             )
         else:
             rank_zero_warn(
@@ -451,6 +487,8 @@ class UpdateWeights(pl.Callback):
         if self._launched and self._group is not None:
             self._launched = False
             self._group.shutdown(timeout)
+        elif self._group is not None and not self._group.running:
+            self._group.stop_evaluations(timeout)  # of trainer.validate
 
 
 @dataclass
@@ -459,6 +497,8 @@ class _Fit:
 
     connected: bool = False
     batches: int = 0
+    frames: int = 0
+    """Collected up to the last batch's end, over resumes."""
     pushes_before: int = 0
 
 

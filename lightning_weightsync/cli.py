@@ -2,8 +2,10 @@
 
     lightning-weightsync --config-dir configs --config-name cartpole_ppo [key=value ...]
 
-Nodes: ``seed``, ``module``, ``collector``, ``trainer``, ``logger``, ``callbacks``, ``ckpt_path``. Exits with 1 if the
-configuration has an ``EarlyStopping`` with a ``stopping_threshold`` (it is then *solved* or not) that was not reached.
+Nodes: ``seed``, ``module``, ``collector``, ``trainer``, ``logger``, ``callbacks``, ``ckpt_path``, and ``evaluation``,
+whose arguments are those of ``CollectorGroup.evaluation`` (the run is then validated on its episodes). Exits with 1 if
+the configuration has an ``EarlyStopping`` with a ``stopping_threshold`` (it is then *solved* or not) that was not
+reached.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def train(config: DictConfig) -> int:
     callbacks = [_callback(node, group) for node in (config.get("callbacks") or {}).values() if node is not None]
     loggers = [instantiate(node) for node in (config.get("logger") or {}).values() if node is not None]
     trainer: pl.Trainer = instantiate(config.trainer, callbacks=callbacks, logger=loggers, _convert_="all")
-    trainer.fit(module, group, ckpt_path=config.get("ckpt_path"))
+    wanted: Any = config.get("evaluation")
+    evaluation = group.evaluation(**wanted) if wanted is not None else None
+    trainer.fit(module, group, val_dataloaders=evaluation, ckpt_path=config.get("ckpt_path"))
     outcome = _outcome(trainer)
     if trainer.is_global_zero:
         mean_return = group.metrics().get("collect/episode_return", float("nan"))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import atexit
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.inline import InlinePool
@@ -29,6 +31,9 @@ from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.pushing import PushHandle, failure
 
 log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from lightning_weightsync.collectors.evaluation import Evaluation
 
 GRACE_AFTER_FAILURE = 2.0
 """Seconds that workers get to end by themselves when the run has failed: nobody wants their batches any more."""
@@ -121,6 +126,8 @@ class CollectorGroup:
         self.threads_per_worker = threads_per_worker
         self.rank = 0
         self.look_around: Callable[[], None] = _nothing
+        self.weights_getter: Callable[[], Mapping[str, Weights | PerWorker]] | None = None
+        self._evaluations: list[Evaluation] = []
         self._ledger = Ledger()
         self._run = 1
         self._version = 0
@@ -159,6 +166,8 @@ class CollectorGroup:
             self._pool = InlinePool(self.weight_sync_schemes)
         self._state = GroupState.LAUNCHED
         atexit.register(self.shutdown)
+        for evaluation in self._evaluations:
+            evaluation.launch()
 
     def connect(self, weights_dict: Mapping[str, Weights | PerWorker] | None = None) -> None:
         """Phase two: build the collectors and deliver the current version. Blocks until every worker has applied it.
@@ -184,8 +193,6 @@ class CollectorGroup:
         pool = self._running_pool()
         counter = pool.hub if isinstance(pool, WorkerPool) else pool
         counter.run, counter.version = self._run, self._version
-        if self._base_seed is None:
-            self._base_seed = torch.initial_seed() if self.seed is None else self.seed
         try:
             seeds = [self._seed_of(index) for index in range(max(1, self.num_workers))]
             pool.connect(self.collector, seeds, weights, self.look_around)
@@ -206,12 +213,14 @@ class CollectorGroup:
         """Stop all workers within ``timeout`` seconds overall: they are asked, then killed. Idempotent, any time.
 
         Args:
-            timeout: Seconds, for all workers together.
+            timeout: Seconds, for all workers together, those of evaluations too.
         """
+        deadline = time.monotonic() + timeout
         atexit.unregister(self.shutdown)
+        self.stop_evaluations(min(timeout, GRACE_AFTER_FAILURE))
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING) and self._pool is not None:
             self._run, self._version = self.run, self.version
-            self._pool.shutdown(timeout)
+            self._pool.shutdown(max(0.0, deadline - time.monotonic()))
             self._state = GroupState.STOPPED
 
     def resize(self, num_workers: int, timeout: float = 10.0) -> None:
@@ -408,6 +417,65 @@ class CollectorGroup:
             self._ledger.add(rollout.frames, rollout.episodes)
         return _concatenated(rollouts)
 
+    # --- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluation(self, episodes: int = 20, deterministic: bool = True, num_workers: int | None = None) -> Evaluation:
+        """A loader of whole episodes, for ``trainer.fit(module, group, val_dataloaders=group.evaluation())``.
+
+        Its workers are its own, build what the group's workers build, and start and end with them. Each iteration
+        pins the weights as they are when it begins. Batches for training are as if there were no evaluation.
+
+        Args:
+            episodes: How many whole episodes an iteration yields, one per item; see ``Evaluation``.
+            deterministic: The policy is called under ``tensordict.nn.set_interaction_type(DETERMINISTIC)``, which
+                modules that sample have to heed; one that draws random numbers all the same is an error. ``False``: as
+                for training.
+            num_workers: How many processes; ``None``: one, or none where the group has none.
+
+        Raises:
+            ValueError: Less than one episode, or more workers than episodes.
+
+        Example::
+
+            def validation_step(self, batch, batch_idx):
+                self.log("val/episode_return", batch["episode_return"])
+        """
+        from lightning_weightsync.collectors.evaluation import Evaluation
+
+        made = Evaluation(self, episodes, deterministic, num_workers)
+        self._evaluations.append(made)
+        return made
+
+    def stop_evaluations(self, timeout: float = 10.0) -> None:
+        """Stop the workers of all evaluations, each within ``timeout`` seconds. Idempotent."""
+        for evaluation in self._evaluations:
+            evaluation.shutdown(timeout)
+
+    def newest_weights(self) -> Mapping[str, Weights | PerWorker]:
+        """The sources as they are now: what the callback would push, or what the group was connected with.
+
+        Raises:
+            RuntimeError: The group was given tensors, not modules: they are what they were when it was connected.
+        """
+        if self.weights_getter is not None:
+            return self.weights_getter()
+        weights = self._sources
+        if weights.keys() != self.weight_sync_schemes.keys() or not all(
+            isinstance(source, nn.Module) for source in weights.values()
+        ):
+            raise RuntimeError(
+                f"the group does not know a source of {sorted(self.weight_sync_schemes)} that it could read again: it "
+                "was not connected with modules, and no UpdateWeights callback drives it"
+            )
+        return weights
+
+    @property
+    def base_seed(self) -> int:
+        """What all seeds are derived from, fixed when it is first asked for, or restored."""
+        if self._base_seed is None:
+            self._base_seed = torch.initial_seed() if self.seed is None else self.seed
+        return self._base_seed
+
     # --- figures and state ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[int, dict[str, Any]]:
@@ -480,7 +548,13 @@ class CollectorGroup:
     def __getstate__(self) -> dict[str, Any]:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
             raise TypeError("a group cannot be pickled while its workers run: it owns processes")
-        return self.__dict__ | {"_pool": None, "_restarts": self.restarts, "look_around": _nothing, "_sources": {}}
+        return self.__dict__ | {
+            "_pool": None,
+            "_restarts": self.restarts,
+            "look_around": _nothing,
+            "weights_getter": None,
+            "_sources": {},
+        }
 
     def __repr__(self) -> str:
         schemes = ", ".join(f"{name!r}: {type(s).__name__}" for name, s in self.weight_sync_schemes.items())
@@ -546,8 +620,7 @@ class CollectorGroup:
 
     def _seed_of(self, worker_idx: int) -> int:
         """Of one worker, from (seed, rank, worker_idx, incarnation)."""
-        assert self._base_seed is not None  # known since the group was connected
-        sequence = np.random.SeedSequence([self._base_seed, self.rank, worker_idx, self._incarnation])
+        sequence = np.random.SeedSequence([self.base_seed, self.rank, worker_idx, self._incarnation])
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
     def _new_seed(self, worker_idx: int) -> int:

@@ -6,7 +6,8 @@ environments of gymnasium make one by default), and ``next`` is never taken from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +19,14 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from lightning_weightsync.collectors.episodes import is_deterministic
 from lightning_weightsync.schemes.gate import Gate
 
 try:
     import gymnasium
     from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
     from gymnasium.vector import AutoresetMode, SyncVectorEnv
+    from gymnasium.vector.utils import iterate
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("GymCollector needs gymnasium: pip install 'lightning_weightsync[gym]'") from error
 
@@ -111,6 +114,7 @@ class GymCollector:
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)
         self._episodes: list[tuple[float, int]] = []
+        self._between_episodes = False
         self._closed = False
 
         steps = frames_per_batch // num_envs
@@ -142,6 +146,53 @@ class GymCollector:
         taken, self._episodes = self._episodes, []
         return taken
 
+    def play_episodes(self, seeds: Sequence[int]) -> list[tuple[float, int]]:
+        """Play one whole episode per seed; blocks until the last one has ended. The next batch begins new episodes.
+
+        The environments play side by side, each policy call is for all of them, and one that has ended its episode goes
+        on with the next seed that nobody plays. (Whichever of all episodes end first would be the short ones.)
+
+        Args:
+            seeds: Each episode begins with a reset of an environment with its seed.
+
+        Returns:
+            (return, length) of each, in the order of ``seeds``.
+
+        Raises:
+            ValueError: The policy is asked to be deterministic (``tensordict.nn.set_interaction_type``), and draws
+                random numbers; or it writes no ``action``.
+            RuntimeError: The collector is closed.
+        """
+        self._check_open()
+        self._between_episodes = True
+        waiting = deque(enumerate(seeds))
+        played = [(0.0, 0)] * len(seeds)
+        playing: dict[int, int] = {}  # environment -> episode
+        observation = np.zeros_like(self._observation)
+        for e in range(min(self.num_envs, len(seeds))):
+            playing[e], seed = waiting.popleft()
+            observation[e] = self._envs.envs[e].reset(seed=seed)[0]
+        observation[len(playing) :] = observation[0]  # no zeros: they may not be observations
+        check_draws = is_deterministic()
+        while playing:
+            drawn_before = torch.get_rng_state() if check_draws else None
+            actions = list(iterate(self._envs.action_space, self._choose(observation.copy())))
+            if drawn_before is not None and not torch.equal(drawn_before, torch.get_rng_state()):
+                raise ValueError(_draws_anyway(self.policy))
+            check_draws = False
+            for e, episode in list(playing.items()):
+                following, reward, terminated, truncated, _ = self._envs.envs[e].step(actions[e])
+                observation[e] = following
+                value, length = played[episode]
+                played[episode] = value + float(reward), length + 1
+                if terminated or truncated:
+                    if waiting:
+                        playing[e], seed = waiting.popleft()
+                        observation[e] = self._envs.envs[e].reset(seed=seed)[0]
+                    else:
+                        del playing[e]
+        return played
+
     def close(self) -> None:
         """Close the environments. A second call does nothing."""
         if not self._closed:
@@ -149,8 +200,11 @@ class GymCollector:
             self._envs.close()
 
     def _collect(self) -> TensorDict:
-        if self._closed:
-            raise RuntimeError("this GymCollector is closed: build a new one")
+        self._check_open()
+        if self._between_episodes:
+            self._observation = self._envs.reset()[0]
+            self._returns[:], self._lengths[:] = 0, 0
+            self._between_episodes = False
         per_batch, per_call = self._gates()
         envs, columns, gate = self._envs, self._columns, self.gate
         observation, returns, lengths = self._observation, self._returns, self._lengths
@@ -176,6 +230,10 @@ class GymCollector:
         np.logical_or(columns.terminated, columns.truncated, out=columns.done)
         return self._batch.copy()  # the tensors are shared; keys that the consumer adds stay its own
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this GymCollector is closed: build a new one")
+
     def _gates(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What is held for a whole batch, and what around each policy call."""
         if self.update_at == "batch":
@@ -193,14 +251,25 @@ class GymCollector:
             action: npt.NDArray[Any] = out.get("action").cpu().numpy()
         return action
 
-    @torch.inference_mode(False)  # an inference tensor could never take part in the trainer's backward
-    def _add_policy_columns(self, out: Any) -> None:
-        """Allocate a column for each leaf that the policy's first output has beside the observation."""
+    def _choose(self, observation: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The policy's actions, nothing else that it writes."""
+        with torch.inference_mode():
+            out = self.policy(TensorDict({"observation": torch.from_numpy(observation)}, [self.num_envs]))
+            self._check_output(out)
+            action: npt.NDArray[Any] = out.get("action").cpu().numpy()
+        return action
+
+    def _check_output(self, out: Any) -> None:
         if not isinstance(out, TensorDictBase) or "action" not in out:
             found = sorted(map(str, out.keys())) if isinstance(out, TensorDictBase) else type(out).__name__
             raise ValueError(
                 f"the policy {type(self.policy).__name__} has to return a TensorDict with 'action'; it returned {found}"
             )
+
+    @torch.inference_mode(False)  # an inference tensor could never take part in the trainer's backward
+    def _add_policy_columns(self, out: Any) -> None:
+        """Allocate a column for each leaf that the policy's first output has beside the observation."""
+        self._check_output(out)
         for key, value in out.items(include_nested=True, leaves_only=True):
             root = key if isinstance(key, str) else key[0]
             if root == "observation":
@@ -258,6 +327,15 @@ def _build_policy(factory: Callable[[], nn.Module]) -> nn.Module:
     if not isinstance(policy, nn.Module):
         raise TypeError(f"the policy factory must return a torch.nn.Module, not {type(policy).__name__}")
     return policy.eval()
+
+
+def _draws_anyway(policy: nn.Module) -> str:
+    name = type(policy).__name__
+    return (
+        f"the policy {name} is asked for its best action (deterministic=True), and draws random numbers all the same. "
+        "One that samples looks at tensordict.nn.probabilistic.interaction_type(), and takes its best action where "
+        "that is InteractionType.DETERMINISTIC, as tensordict's own modules do; or evaluate with deterministic=False"
+    )
 
 
 def _build_envs(env: str | Callable[[], _Env], num_envs: int) -> SyncVectorEnv[Any, Any]:

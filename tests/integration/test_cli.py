@@ -65,12 +65,33 @@ def test_the_cadence_is_overridden_on_the_command_line(tmp_path):
     assert float(rows(tmp_path)[-1]["weight_sync/version"]) == 10
 
 
+def test_a_cadence_in_frames_and_one_in_seconds_from_the_command_line(tmp_path):
+    unit, interval = "callbacks.update_weights.interval_unit", "callbacks.update_weights.update_weights_interval"
+    done = run(tmp_path / "frames", *SMALL, f"{unit}=frames", f"{interval}=100")
+    assert done.returncode == 1, done.stderr
+    assert last_line(done)["version"] == "3"  # 64 frames a batch: after every other one of 6
+    done = run(tmp_path / "seconds", *SMALL, f"{unit}=seconds", f"{interval}=1000.5")
+    assert done.returncode == 1, done.stderr
+    assert "update_weights_interval=1000.5 (seconds) is longer than this run of" in done.stderr
+    assert last_line(done)["version"] == "1"  # at the end
+
+
 def test_a_run_that_reaches_its_threshold_exits_with_0_and_stops_early(tmp_path):
     done = run(tmp_path, *SMALL, "callbacks.solved.stopping_threshold=1", "trainer.max_epochs=20")
     assert done.returncode == 0, done.stderr
     figures = last_line(done)
     assert done.stdout.splitlines()[-1].startswith("solved ") and float(figures["return"]) >= 1
     assert int(figures["frames"]) < 20 * 3 * 64
+
+
+def test_a_run_is_validated_on_whole_episodes_and_stops_by_them(tmp_path):
+    evaluation = ["+evaluation.episodes=3", "module._target_=tests.helpers.evaluated_ppo.EvaluatedPPO"]
+    solved = ["callbacks.solved.monitor=val/episode_return", "callbacks.solved.check_on_train_epoch_end=false"]
+    done = run(tmp_path, *SMALL, *evaluation, *solved, "callbacks.solved.stopping_threshold=1")
+    assert done.returncode == 0, done.stderr
+    assert last_line(done)["frames"] == "192"  # of the one epoch's training, not of the episodes
+    (value,) = [float(row["val/episode_return"]) for row in rows(tmp_path) if row["val/episode_return"]]
+    assert value >= 1
 
 
 def test_two_worker_processes_and_a_checkpoint_to_go_on_from(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import itertools
 import math
 import os
 import pickle
@@ -15,6 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
+from tensordict import TensorDict
 from torch import nn
 
 from lightning_weightsync import (
@@ -24,6 +26,7 @@ from lightning_weightsync import (
     WorkerDied,
     WorkerError,
 )
+from lightning_weightsync.cadence import Cadence
 from lightning_weightsync.paths import PathError
 from tests.helpers import collectors
 from tests.helpers.collectors import NUM_ENVS, STEPS, Stream, gym_collector, misbehaving_collector, misbehaving_factory
@@ -67,6 +70,13 @@ class Raises(Callback):
         setattr(self, hook, fail)
 
 
+class Other:
+    """A sender."""
+
+    def update_weights(self):
+        pass
+
+
 def audited(group, module, *args, **kwargs):
     return Audit(group, lambda: module.actor), make_callback(group, *args, **kwargs)
 
@@ -95,6 +105,9 @@ def shared(pair):
         (ManualLearner, 1, "optim_steps", 12),
         (ManualLearner, 5, "optim_steps", 3),  # after the steps 5 and 10, and the last two at the end
         (ManualLearner, 100, "optim_steps", 1),
+        (Learner, 12, "frames", 4),  # as many as one batch has
+        (Learner, 13, "frames", 2),  # at least so many: after two batches
+        (ManualLearner, 25, "frames", 2),  # after three batches, and the last one at the end
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is longer than:UserWarning")
@@ -399,12 +412,121 @@ def test_what_a_module_does_after_the_callback_travels_with_the_next_push():
     assert steps_at(pushed) == [1, 102, 203]
 
 
-@pytest.mark.parametrize("unit", ["batches", "optim_steps"])
-def test_an_interval_longer_than_the_run_is_told_once(unit):
-    with pytest.warns(UserWarning, match=rf"update_weights_interval=100 \({unit}\) is longer than") as caught:
-        pushed, _ = recorded(Ascending(), 100, unit, Rows(2))
+class TickingLearner(Ascending):
+    """Each batch takes four seconds, by a clock of its own."""
+
+    now = 0.0
+
+    def training_step(self, batch, batch_idx):
+        self.now += 4.0
+        return super().training_step(batch, batch_idx)
+
+
+def ticking(module, interval, recorder):
+    """The callback on the module's clock."""
+    callback = make_callback(recorder, interval, "seconds")
+    callback._cadence = Cadence(interval, "seconds", clock=lambda: module.now)
+    return callback
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [(4, [1, 2, 3, 4, 5]), (5, [2, 4, 5]), (9.5, [3, 5]), (0.1, [1, 2, 3, 4, 5])],
+)
+def test_seconds_push_when_a_batch_ends_and_the_time_is_up(interval, expected):
+    module = TickingLearner()
+    recorder = Recorder(module.actor)
+    callback = ticking(module, interval, recorder)
+    fit(module, Rows(5), callback)
+    assert steps_at(recorder.pushed[1:]) == expected
+    assert callback.num_pushes == len(expected)
+
+
+def test_seconds_of_two_fits_add_up_without_the_time_between_them():
+    module = TickingLearner()
+    recorder = Recorder(module.actor)
+    callback = ticking(module, 9, recorder)
+    trainer = make_trainer(callback)
+    trainer.fit(module, Rows(4))
+    assert steps_at(recorder.pushed) == [0, 3, 4]
+    module.now += 1000
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, Rows(4))  # its optimizer counts anew
+    assert steps_at(recorder.pushed[3:]) == [0, 3, 4]
+
+
+def test_by_the_real_clock_an_interval_in_seconds_is_met():
+    class Slow(Ascending):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.05)
+            return super().training_step(batch, batch_idx)
+
+    pushed, _ = recorded(Slow(), 0.12, "seconds", Rows(7))
+    steps = steps_at(pushed)
+    assert steps[-1] == 7 and 1 <= len(steps) <= 3
+    assert all(b - a >= 2 for a, b in itertools.pairwise([0, *steps[:-1]])), steps  # two batches may last 0.12 s
+
+
+class IterableRecorder(Recorder):
+    """A foreign collector that is a loader too; batch k (from 1) has 2k frames."""
+
+    batch_of = staticmethod(lambda k: TensorDict({"observation": torch.ones(k, 2, 3)}, [k, 2]))
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return (self.batch_of(k + 1) for k in range(len(self)))
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(2, [1, 2, 3, 4, 5]), (6, [2, 3, 4, 5]), (7, [3, 4, 5])])
+def test_frames_of_a_foreign_collector_are_those_of_its_batches(interval, expected):
+    module = Ascending()
+    recorder = IterableRecorder(module.actor)
+    fit(module, recorder, make_callback(recorder, interval, "frames"))
+    assert steps_at(recorder.pushed[1:]) == expected
+
+
+def test_batches_whose_frames_cannot_be_counted_are_refused():
+    class Plain(IterableRecorder):
+        batch_of = staticmethod(lambda k: {"observation": torch.ones(k, 3)})
+
+    recorder = Plain()
+    with pytest.raises(TypeError, match="counts TensorDict batches of a Plain; this one is dict: use 'batches'"):
+        fit(Ascending(), recorder, make_callback(recorder, 5, "frames"))
+
+
+@pytest.mark.filterwarnings("ignore:.*is longer than:UserWarning")
+def test_frames_count_what_the_group_collects_not_what_is_trained_on(no_leftovers):
+    """A replay buffer in front: each batch of the loader stands for two batches of the group."""
+    group, module = make_group(0, length=None), Learner()
+    frames = NUM_ENVS * STEPS
+
+    class Replay(Rows):
+        def __iter__(self):
+            stream = iter(group)
+            for _ in range(self.count):
+                next(stream)
+                yield {"observation": next(stream)["observation"]}
+
+    callback = make_callback(group, 4 * frames, "frames")
+    versions = []
+    module.on_batch = lambda batch: versions.append((group.version, group.frames))
+    fit(module, Replay(5), callback)
+    assert versions == [(0, 2 * frames), (0, 4 * frames), (1, 6 * frames), (1, 8 * frames), (2, 10 * frames)]
+    assert callback.num_pushes == 3
+
+
+@pytest.mark.parametrize(("unit", "length"), [("batches", 5), ("optim_steps", 5), ("frames", 30), ("seconds", 20)])
+def test_an_interval_longer_than_the_run_is_told_once(unit, length):
+    module = TickingLearner()
+    recorder = IterableRecorder(module.actor)
+    callback = ticking(module, 100, recorder) if unit == "seconds" else make_callback(recorder, 100, unit)
+    text = rf"update_weights_interval=100 \({unit}\) is longer than this run of {length}:"
+    with pytest.warns(UserWarning, match=text) as caught:
+        fit(module, recorder, callback)
     assert sum("is longer than" in str(w.message) for w in caught) == 1
-    assert steps_at(pushed) == [2]
+    assert steps_at(recorder.pushed[1:]) == [5]
 
 
 def test_a_run_that_counts_no_step_at_all_is_told_once():
@@ -671,7 +793,9 @@ def test_a_group_without_a_callback_says_what_is_missing():
         ({"collector": make_group(1)}, ValueError, r"give weight_update_map, for example \{'policy': 'actor'\}"),
         ({"collector": Recorder(), "update_weights_interval": 0}, ValueError, "at least 1"),
         ({"collector": Recorder(), "interval_unit": "batch"}, ValueError, "did you mean 'batches'"),
-        ({"collector": Recorder(), "interval_unit": "seconds"}, NotImplementedError, "not there yet"),
+        ({"collector": Recorder(), "update_weights_interval": 0.5}, TypeError, "in batches is an int, got 0.5"),
+        ({"collector": Recorder(), "interval_unit": "frames"}, ValueError, "Recorder, which is not iterable, has none"),
+        ({"sender": Other(), "interval_unit": "frames"}, ValueError, "a sender has none: use 'batches', 'optim_steps'"),
         ({"collector": Recorder(), "blocking": False}, ValueError, "blocking=False needs a CollectorGroup"),
     ],
 )

@@ -82,8 +82,10 @@ def test_a_checkpoint_holds_ints_and_strings_and_loads_with_weights_only(path):
     *_, callback, _ = run(save=SaveAt(path, 3), interval=2)
     checkpoint = torch.load(path, weights_only=True)
     state = checkpoint["callbacks"]["UpdateWeights[update_weights: policy]"]
-    # One batch, and its one step, since the push after the second batch: both are counted, whatever the unit.
-    assert state == {"run": 1, "version": 1, "incarnation": 0, "num_pushes": 1, "batches": 1, "optim_steps": 1}
+    # One batch, and its one step, since the push after the second batch: everything is counted, whatever the unit.
+    assert 0 <= state.pop("milliseconds") < 10_000
+    counted = {"batches": 1, "optim_steps": 1, "frames": 6}
+    assert state == {"run": 1, "version": 1, "incarnation": 0, "num_pushes": 1, **counted}
     assert callback.state_key == "UpdateWeights[update_weights: policy]"
     assert all(type(key) is str and type(value) in (int, str) for key, value in state.items())
     (loader,) = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
@@ -104,10 +106,12 @@ def test_the_first_batch_after_a_resume_comes_from_the_restored_weights(path):
     assert callback.num_pushes == callback.version == 8 and group.run == 2
 
 
-@pytest.mark.parametrize(("unit", "make_module"), [("batches", Learner), ("optim_steps", ManualLearner)])
-def test_what_was_counted_before_the_checkpoint_counts_after_it(unit, make_module, path):
-    """Interval 3 batches, saved after 4: the next push is due after 2 more. The same for steps, 3 in a batch."""
-    factor = 3 if unit == "optim_steps" else 1
+@pytest.mark.parametrize(
+    ("unit", "make_module", "factor"),
+    [("batches", Learner, 1), ("optim_steps", ManualLearner, 3), ("frames", Learner, 6)],
+)
+def test_what_was_counted_before_the_checkpoint_counts_after_it(unit, make_module, factor, path):
+    """Interval 3 batches, saved after 4: the next push is due after 2 more. The same for 3 steps, 6 frames a batch."""
     run(save=SaveAt(path, 4), interval=3 * factor, unit=unit, module=make_module(seed=1))
     *_, audit = run(ckpt_path=path, interval=3 * factor, unit=unit, module=make_module(seed=1), max_epochs=3)
     assert [version for version, _ in audit.pushes] == [1, 2, 3, 4]
