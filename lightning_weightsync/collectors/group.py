@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from lightning_weightsync.collectors.ahead import AheadPool
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.ledger import Ledger
@@ -56,9 +58,11 @@ class CollectorGroup:
             ``Collector``.
         num_workers: How many processes, for each trainer rank; 0 runs one collector in this process.
         weight_sync_schemes: Destination -> scheme. Destinations are paths that are resolved on the collector.
-        sync: ``True``: a batch is collected when it is asked for, with the weights that were pushed before.
-            (``False``, batches as they are ready, is not there yet.)
-        max_staleness: For ``sync=False``; not there yet.
+        sync: ``True``: a batch is collected when it is asked for, with the weights that were pushed before, by all
+            workers together. ``False``: workers collect ahead, and a batch is one worker's, as soon as it is ready.
+            With ``num_workers=0`` there is nobody to collect ahead: the same as ``True``.
+        max_staleness: For ``sync=False``: a batch whose oldest sample is more than so many versions behind the newest
+            push is dropped, and counted; workers hold back so that few are. ``None``: any age will do.
         batches_per_epoch: Length as a loader. Required under Lightning, which prefetches from a loader without a
             length.
         max_restarts: How often a worker that was lost (its process ended, or it did not answer in time) is replaced,
@@ -70,7 +74,7 @@ class CollectorGroup:
         launcher: ``"local"``: child processes of this one.
 
     Raises:
-        ValueError: A number that makes no sense.
+        ValueError: A number that makes no sense, or ``max_staleness`` with ``sync=True``.
         NotImplementedError: A mode that is not there yet.
 
     Example::
@@ -106,20 +110,23 @@ class CollectorGroup:
             ("batches_per_epoch", batches_per_epoch, 1),
             ("max_restarts", max_restarts, 0),
             ("threads_per_worker", threads_per_worker, 1),
+            ("max_staleness", max_staleness, 0),
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: at least {least}")
-        for name, given, there in (
-            ("sync", sync, True),
-            ("max_staleness", max_staleness, None),
-            ("launcher", launcher, "local"),
-        ):
+        for name, given, there in (("launcher", launcher, "local"),):
             if given != there:
                 raise NotImplementedError(f"{name}={given!r} is not there yet; use {name}={there!r}")
+        if sync and max_staleness is not None:
+            raise ValueError(
+                f"max_staleness={max_staleness} needs sync=False: with sync=True every batch is collected with the "
+                "weights that were pushed before it was asked for"
+            )
         self.collector = collector
         self.num_workers = num_workers
         self.weight_sync_schemes: dict[str, WeightSyncScheme] = dict(weight_sync_schemes or {})
         self.sync = sync
+        self.max_staleness = max_staleness
         self.batches_per_epoch = batches_per_epoch
         self.max_restarts = max_restarts
         self.seed = seed
@@ -155,7 +162,8 @@ class CollectorGroup:
             self._incarnation += 1
         self._starts += 1
         if self.num_workers:
-            self._pool = WorkerPool(
+            pool = WorkerPool if self.sync else partial(AheadPool, max_staleness=self.max_staleness)
+            self._pool = pool(
                 self.num_workers,
                 self.weight_sync_schemes,
                 self.threads_per_worker,
@@ -349,7 +357,7 @@ class CollectorGroup:
 
     @property
     def frames(self) -> int:
-        """Transitions collected so far, over resumes."""
+        """Transitions handed to the trainer so far, over resumes."""
         return self._ledger.frames
 
     @property
@@ -390,9 +398,13 @@ class CollectorGroup:
         return self.batches_per_epoch
 
     def __iter__(self) -> Iterator[TensorDict]:
-        """Batches of all workers, concatenated along dimension 0, in worker order; endless without a length.
+        """Batches, in memory of the trainer's own: they stay as they are. Endless without a length.
 
-        Making an iterator has no side effect; each batch is collected when it is asked for.
+        With ``sync=True``, those of all workers, concatenated along dimension 0, in worker order; each is collected
+        when it is asked for. With ``sync=False``, one worker's at a time, in the order in which they are ready (with
+        ``max_staleness``, the one that is oldest first); each worker's come in the order in which it made them, none is
+        handed over twice, and what is ready when an iterator ends goes to the next one. Workers begin when the first
+        batch is asked for. Asking blocks until a batch is ready. Making an iterator has no side effect.
 
         Raises:
             RuntimeError: The group is not connected.
@@ -479,7 +491,7 @@ class CollectorGroup:
     # --- figures and state ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[int, dict[str, Any]]:
-        """For each worker: pid, state, cause, run, version, generation, restarts, frames.
+        """For each worker: pid, state, cause, run, version, generation, restarts, frames, dropped (batches).
 
         ``cause`` is why the worker, or the one that it has replaced, was lost; ``frames`` are those of all that had
         this index in this start of the group.
@@ -490,11 +502,13 @@ class CollectorGroup:
         """Figures for a logger.
 
         ``collect/frames_per_sec`` is over the time since the last call; ``collect/episode_return`` and
-        ``episode_length`` are means of the last 100 finished episodes, and absent before the first.
+        ``episode_length`` are means of the last 100 finished episodes, and absent before the first;
+        ``collect/batches_dropped`` counts, since the group was started, those that were older than ``max_staleness``.
         """
         up = {WorkerState.CONNECTED.value, WorkerState.COLLECTING.value}
         states = self._pool.stats().values() if self._pool is not None else ()
         return self._ledger.figures() | {
+            "collect/batches_dropped": float(sum(stat["dropped"] for stat in states)),
             "weight_sync/bytes": float(self._counter("bytes_pushed", 0)),
             "weight_sync/bytes_saved": float(self._counter("bytes_saved", 0)),
             "weight_sync/workers_alive": float(sum(stat["state"] in up for stat in states)),
@@ -633,7 +647,7 @@ def _concatenated(rollouts: Sequence[Rollout]) -> TensorDict:
     """The workers' batches in memory of the trainer's own; the slots are free again."""
     batches = [rollout.batch for rollout in rollouts]
     if len(batches) == 1:
-        return batches[0].clone()
+        return batches[0] if rollouts[0].owned else batches[0].clone()
     batch: TensorDict = torch.cat(batches, dim=0)
     return batch
 

@@ -33,7 +33,7 @@ _NEVER = 365 * 86400.0  # seconds; the gate's condition variable takes no infini
 
 
 class InlinePool:
-    """Stands in for ``WorkerPool`` with ``num_workers=0``.
+    """Stands in for ``WorkerPool`` with ``num_workers=0``; a group with ``sync=False`` uses it as one with ``True``.
 
     Args:
         schemes: By destination; only their configuration is used.
@@ -152,6 +152,7 @@ class InlinePool:
                 "generation": 0,
                 "restarts": 0,
                 "frames": self._frames,
+                "dropped": 0,
             }
         }
 

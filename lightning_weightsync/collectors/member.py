@@ -25,11 +25,12 @@ class WorkerState(Enum):
 
 @dataclass
 class Rollout:
-    """One batch of one worker: views into its slot, and the episodes that ended in it."""
+    """One batch of one worker: views into its slot, or a copy (``owned``), and the episodes that ended in it."""
 
     batch: TensorDict
     frames: int
     episodes: list[tuple[float, int]]
+    owned: bool = False
 
 
 @dataclass(eq=False)

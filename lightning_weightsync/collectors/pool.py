@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_weightsync.collectors.fleet import Fleet
-from lightning_weightsync.collectors.member import BatchRequest, Rollout, WorkerState
+from lightning_weightsync.collectors.member import BatchRequest, Member, Rollout, WorkerState
 from lightning_weightsync.schemes.push import PerWorker, push_models
 from lightning_weightsync.schemes.strategy import Weights
+from lightning_weightsync.transports.control import Message
 from lightning_weightsync.transports.pushing import PushHandle, raise_failures
 
 _GONE = (WorkerState.FAILED, WorkerState.STOPPED)
@@ -96,18 +97,22 @@ class WorkerPool(Fleet):
                 if message is not None:
                     if asked.state is WorkerState.COLLECTING:
                         asked.state = WorkerState.CONNECTED
-                    self._frames[index] = self._frames.get(index, 0) + message["frames"]
-                    self.supervisor.made_batch(index)
-                    episodes = [(float(value), int(length)) for value, length in message["episodes"]]
-                    return Rollout(asked.reader.read(message["slot"]), message["frames"], episodes)
+                    return self._received(index, asked, message)
         with self._mutex:
             worker = self._workers[index]
             if worker is asked or worker.state is not WorkerState.CONNECTED:
                 return None
             worker.state = WorkerState.COLLECTING
             request.asked = worker
-        self._send(index, worker, "collect", slot=request.slot)
+        self._send(index, worker, "collect", slot=request.slot, version=0)
         return None
+
+    def _received(self, index: int, worker: Member, message: Message) -> Rollout:
+        """The batch that a worker has told of; to be called with the mutex held."""
+        self._frames[index] = self._frames.get(index, 0) + message["frames"]
+        self.supervisor.made_batch(index)
+        episodes = [(float(value), int(length)) for value, length in message["episodes"]]
+        return Rollout(worker.reader.read(message["slot"]), message["frames"], episodes)
 
     def digest(self, model_id: str) -> dict[int, str]:
         """SHA-256 over each worker's live leaves, in layout order; of workers that are up, or raises."""
@@ -142,5 +147,6 @@ class WorkerPool(Fleet):
                     "generation": link.generation if link is not None else -1,
                     "restarts": self.supervisor.restarts(index),
                     "frames": self._frames.get(index, 0),
+                    "dropped": 0,
                 }
         return stats

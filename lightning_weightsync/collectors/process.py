@@ -24,7 +24,7 @@ JOB_MESSAGES: Schema = {
     "boot": {"sys_path": list, "pythonpath": str, "threads": int},
     "build": {"worker_idx": int, "seed": int, "connect_timeout": float},  # blob: cloudpickle, over the inherited pair
     "connect": {},
-    "collect": {"slot": int},
+    "collect": {"slot": int, "version": int},
     "stop": {},
     # worker to parent
     "booted": {},

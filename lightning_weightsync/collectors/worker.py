@@ -7,6 +7,7 @@ collects, one listens to the parent (and ends the process group when the parent 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import random
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
     from lightning_weightsync.collectors.base import Collector
     from lightning_weightsync.schemes.base import WeightSyncScheme
+
+NEW_WEIGHTS_WAIT = 1.0
+"""Seconds for which a worker that was asked to begin with a certain version waits for it, outside the gate."""
 
 
 def main(arguments: list[str]) -> None:
@@ -74,6 +78,7 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
         writer = BatchWriter(memory_fd)
         batches: Iterator[TensorDictBase] = iter(collector)
         while (job := inbox.get()).kind == "collect":
+            context.gate.wait_for_version(job["version"], NEW_WEIGHTS_WAIT)  # a push may be on its way here
             batch = context.next_batch(batches)
             schema = writer.write(job["slot"], batch)
             jobs.send("batch", slot=job["slot"], schema=schema, frames=batch.numel(), episodes=context.take_episodes())
@@ -131,13 +136,27 @@ def _listen(jobs: ControlChannel, parent_pid: int, inbox: queue.SimpleQueue[Mess
     """Hand on the parent's messages; when the parent is gone, so are this process and its children."""
     while True:
         try:
-            inbox.put(jobs.receive(time.monotonic() + 1.0))
+            message = jobs.receive(time.monotonic() + 1.0)
+            if message.kind == "stop":
+                _forget_batches(inbox)
+            inbox.put(message)
         except ChannelTimeout:
             # The pair stays open as long as any forked child of the parent holds a copy of it.
             if os.getppid() != parent_pid:
                 _die_with_children()
         except ChannelClosed:
             _die_with_children()
+
+
+def _forget_batches(inbox: queue.SimpleQueue[Message]) -> None:
+    """Nobody wants those any more that were asked for ahead and have not been begun."""
+    waiting = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            waiting.append(inbox.get_nowait())
+    for message in waiting:
+        if message.kind != "collect":
+            inbox.put(message)
 
 
 def _die_with_children() -> NoReturn:

@@ -144,6 +144,15 @@ class Gate:
                 self._due_readers = self._waiting_readers
                 self._changed.notify_all()
 
+    def wait_for_version(self, version: int, timeout: float) -> bool:
+        """Block until at least this version is in force, at most ``timeout`` seconds; not from inside the gate.
+
+        Returns:
+            Whether it is.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self.version >= version, timeout)
+
     def _let_a_switch_pass(self) -> None:
         before = self._switches
         self._waiting_readers += 1

@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -73,6 +74,23 @@ def misbehaving_collector(
         return MisbehavingEnv(fault, at) if worker_idx == only else CountingEnv()
 
     return gym_collector(worker_idx=worker_idx, seed=seed, env=make_env, **kwargs)
+
+
+class SlowEnv(CountingEnv):
+    """Each step takes ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self.seconds)
+        return super().step(action)
+
+
+def paced_collector(*, worker_idx: int, seed: int, seconds: Sequence[float], **kwargs: Any) -> GymCollector:
+    """Worker ``i`` needs ``seconds[i]`` for a step of each of its environments."""
+    return gym_collector(worker_idx=worker_idx, seed=seed, env=partial(SlowEnv, seconds[worker_idx]), **kwargs)
 
 
 def misbehaving_factory(*, worker_idx: int, seed: int, fault: Callable[[], None], only: int) -> GymCollector:
@@ -188,6 +206,22 @@ class Stream:
 
     def close(self) -> None:
         self.closed = True
+
+
+class Blocks:
+    """A batch a time, as fast as they can be carried, each of ``nbytes``."""
+
+    nbytes = 2**20
+
+    def __init__(self, *, worker_idx: int, seed: int) -> None:
+        self.policy = Policy()
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        while True:
+            yield TensorDict({"block": torch.zeros(1, self.nbytes, dtype=torch.uint8)}, [1])
+
+    def close(self) -> None:
+        pass
 
 
 _REPORTED = ("lightning", "lightning.pytorch", "lightning_fabric", "pytorch_lightning", "hydra", "omegaconf")

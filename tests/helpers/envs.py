@@ -15,6 +15,12 @@ def ends_by_truncation(episode: int) -> bool:
     return episode % 2 == 1
 
 
+def steps_before(episode: int, step: int) -> int:
+    """How many steps a ``CountingEnv`` had made when it showed this observation."""
+    rounds, rest = divmod(episode, len(LENGTHS))
+    return rounds * sum(LENGTHS) + sum(LENGTHS[:rest]) + step
+
+
 class CountingEnv(gymnasium.Env):
     """Episode ``k`` (from 0) lasts ``lengths[k % len(lengths)]`` steps; odd ones are truncated, even ones terminated.
 

@@ -75,6 +75,12 @@ def zombies() -> list[int]:
     return found
 
 
+def cpu_seconds(pid: int) -> float:
+    """How long a process has been computing."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def listening_ports() -> set[tuple[str, int]]:
     """(hexadecimal address, port) of each TCP socket that this process listens on."""
     own = set()

@@ -454,3 +454,23 @@ def test_switches_readers_and_deadlines_at_random_neither_mix_nor_deadlock(gate)
 def test_the_examples_in_the_docstrings_hold():
     results = doctest.testmod(module_under_test)
     assert (results.attempted > 0, results.failed) == (True, 0)
+
+
+# --- waiting for a version -------------------------------------------------------------------------------------------
+
+
+def test_a_wait_for_a_version_ends_when_it_is_in_force(gate):
+    gate.version = 3
+    assert gate.wait_for_version(3, 0.0)
+    call = Call(lambda: gate.wait_for_version(5, 10))
+    for version in (4, 6):
+        with gate.alone():
+            gate.version = version
+    assert call.result() is True
+
+
+def test_a_wait_for_a_version_that_does_not_come_ends_in_time_and_holds_nobody_up(gate):
+    call = Call(lambda: gate.wait_for_version(1, 0.3))
+    with gate.alone(time.monotonic() + 0.2):
+        pass
+    assert call.result() is False

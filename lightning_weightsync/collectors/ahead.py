@@ -1,0 +1,134 @@
+"""How does the trainer get batches that its workers collect ahead? One at a time, as they are ready (``sync=False``).
+
+``Feed`` decides which and whom; this asks, listens and copies. Nothing of it runs while the trainer learns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+from lightning_weightsync.collectors.feed import Feed
+from lightning_weightsync.collectors.member import Member, Rollout, WorkerState
+from lightning_weightsync.collectors.pool import WorkerPool
+from lightning_weightsync.collectors.rollouts import NUM_SLOTS
+from lightning_weightsync.schemes.base import WeightSyncScheme
+from lightning_weightsync.transports.pushing import raise_failures
+
+_UP = (WorkerState.CONNECTED, WorkerState.COLLECTING)
+
+
+class AheadPool(WorkerPool):
+    """A pool whose workers collect ahead.
+
+    The feed knows each process under a number of its own: the batches that a lost worker has finished are handed over
+    all the same, and are not taken for those of its replacement. What it had not finished is not missed: its
+    replacement collects other batches.
+
+    Args:
+        num_workers: See ``Fleet``.
+        schemes: See ``Fleet``.
+        threads_per_worker: See ``Fleet``.
+        max_restarts: See ``Fleet``.
+        new_seed: See ``Fleet``.
+        max_staleness: See ``Feed``.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        schemes: Mapping[str, WeightSyncScheme],
+        threads_per_worker: int,
+        *,
+        max_restarts: int,
+        new_seed: Callable[[int], int],
+        max_staleness: int | None,
+    ) -> None:
+        self._feed = Feed([], NUM_SLOTS, max_staleness)
+        self._numbers = count()
+        self._known: dict[int, tuple[int, Member]] = {}  # number -> index and process, as long as it has batches
+        self._indices: dict[int, int] = {}  # number -> index
+        self._episodes: list[tuple[float, int]] = []
+        super().__init__(num_workers, schemes, threads_per_worker, max_restarts=max_restarts, new_seed=new_seed)
+
+    def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
+        """One batch of one worker, in memory of its own. Blocks until one is ready.
+
+        Workers are asked for their next batches here, before the wait and after it, so that they collect while the
+        trainer learns. One without a free slot waits for the trainer; its thread that applies pushes does not. If this
+        call is interrupted, nothing is lost: the next one goes on where it was.
+
+        Args:
+            look_around: Called about ten times a second while waiting; may raise to give up.
+
+        Returns:
+            The batch alone; its ``episodes`` are those of batches that were too old, too.
+
+        Raises:
+            WorkerError: A worker's code raised; carries its traceback.
+            WorkerDied: A worker was lost, and is not replaced (any more).
+        """
+        while True:
+            self._take_batches()
+            version = self.hub.version
+            ready = self._feed.next(version)
+            self._ask(version, waiting=True)
+            if ready is not None:
+                break
+            look_around()
+            self._wait_for_mail(member for _, member in self._known.values())
+        batch = self._known[ready.worker][1].reader.read(ready.slot).clone()
+        self._feed.hand_over(ready, version)
+        self._ask(version, waiting=False)
+        episodes, self._episodes = self._episodes, []
+        return [Rollout(batch, batch.numel(), episodes, owned=True)]
+
+    def stats(self) -> dict[int, dict[str, Any]]:
+        """What is known of each worker."""
+        stats, dropped = super().stats(), Counter[int]()
+        for number, batches in self._feed.dropped.items():
+            dropped[self._indices[number]] += batches
+        for index, stat in stats.items():
+            stat["dropped"] = dropped[index]
+        return stats
+
+    def _take_batches(self) -> None:
+        """Take in what has come, see who is there and who is lost; raises if one is lost for good."""
+        workers = dict(enumerate(self._workers))
+        for index, member in workers.items():
+            self._look(index, member)
+        self._check_running([])
+        with self._mutex:
+            raise_failures(self.supervisor.ended, "waiting for 'batch'")
+            listed = {id(member) for _, member in self._known.values()}
+            for index, member in workers.items():
+                if member.state in _UP and id(member) not in listed:
+                    number = next(self._numbers)
+                    self._known[number], self._indices[number] = (index, member), index
+                    self._feed.add(number)
+            for number, (index, member) in list(self._known.items()):
+                self._hear(number, index, member)
+
+    def _hear(self, number: int, index: int, member: Member) -> None:
+        """Take in the batches of one process, and its end."""
+        while self._feed.knows(number) and (message := member.take("batch")) is not None:
+            rollout = self._received(index, member, message)
+            self._episodes += rollout.episodes
+            self._feed.arrived(number, message["slot"], int(rollout.batch["policy_version"].min()))
+        if member.state not in _UP and self._feed.knows(number):
+            self._feed.lose(number)
+        if not self._feed.knows(number) and (member.state is WorkerState.STOPPED or not self._feed.holds(number)):
+            self._feed.forget(number)  # if the group was made smaller, what it had not handed over is lost
+            del self._known[number]
+        elif member.state is WorkerState.COLLECTING and not self._feed.collecting(number):
+            member.state = WorkerState.CONNECTED
+
+    def _ask(self, version: int, *, waiting: bool) -> None:
+        for request in self._feed.requests(version, waiting=waiting):
+            index, member = self._known[request.worker]
+            with self._mutex:
+                if member.state is WorkerState.CONNECTED:
+                    member.state = WorkerState.COLLECTING
+            self._send(index, member, "collect", slot=request.slot, version=request.version)
