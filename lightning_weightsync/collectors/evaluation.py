@@ -38,7 +38,8 @@ class Evaluation:
       which may be newer than what the group's workers have.
 
     The first item waits for all episodes; ``group.look_around`` is called ten times a second meanwhile. A worker that
-    fails, or an iteration that is interrupted, ends the evaluation's workers; the next iteration starts new ones.
+    is killed is replaced as the group's are (``max_restarts``), and its episodes are played again. An iteration that
+    raises or is interrupted ends the evaluation's workers; the next one starts new ones.
     """
 
     def __init__(self, group: CollectorGroup, episodes: int, deterministic: bool, num_workers: int | None) -> None:
@@ -55,6 +56,7 @@ class Evaluation:
             group.collector,
             num_workers,
             weight_sync_schemes={name: copy.copy(scheme) for name, scheme in group.weight_sync_schemes.items()},
+            max_restarts=group.max_restarts,
             threads_per_worker=group.threads_per_worker,
         )
 

@@ -292,6 +292,17 @@ def test_a_worker_that_was_killed_is_replaced_and_plays_the_same_episodes(no_lef
         assert len(next(iter(group))) == NUM_ENVS, "the group's own worker was touched"
 
 
+def test_where_nothing_is_replaced_a_killed_worker_ends_the_evaluation_and_the_next_starts_a_new_one(no_leftovers):
+    with make_group(1, max_restarts=0) as group:
+        group.update_policy_weights_(turned(2.0))
+        evaluation = group.evaluation(3)
+        before = evaluation.play()
+        os.kill(evaluation.stats()[0]["pid"], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            evaluation.play()
+        assert torch.equal(evaluation.play()["episode_return"], before["episode_return"])
+
+
 def test_a_request_to_stop_ends_an_evaluation_that_takes_for_ever(no_leftovers):
     class Impatient(RuntimeError):
         pass
