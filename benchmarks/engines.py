@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -166,6 +167,54 @@ class Ours:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
+
+
+@dataclass
+class _TcpEnd:
+    port: int
+    nbytes: int
+
+    def serve(self, model: nn.Module) -> None:
+        memory = memoryview(bytearray(self.nbytes))
+        with socket.create_connection(("127.0.0.1", self.port)) as connection:
+            while True:
+                got = 0
+                while got < self.nbytes:
+                    count = connection.recv_into(memory[got:])
+                    if not count:
+                        return
+                    got += count
+                connection.sendall(b"!")
+
+
+class BareTcp:
+    """As many bytes as the model has, over a TCP connection to one process, which answers when it has them all.
+
+    Args:
+        source: What has so many bytes.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._memory = memoryview(bytearray(b"x") * source.nbytes)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(_PEER_TIMEOUT)
+            self.receivers = Receivers(source.kind, [_TcpEnd(listener.getsockname()[1], source.nbytes)], [PEER])
+            self._connection, _ = listener.accept()
+        self._connection.settimeout(_PEER_TIMEOUT)
+
+    def send(self) -> Sample:
+        """Send them all, and wait for the answer."""
+
+        def there_and_back() -> None:
+            self._connection.sendall(self._memory)
+            self._connection.recv(1)
+
+        return {"tcp": milliseconds(there_and_back)}
+
+    def close(self) -> None:
+        """End the other process."""
+        self._connection.close()
+        self.receivers.close()
 
 
 class _Context:

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import Engine, Ours, Peer, ReceiverMode, Sample, Source, verify
+from benchmarks.engines import BareTcp, Engine, Ours, Peer, ReceiverMode, Sample, Source, verify
 from benchmarks.measure import Comparison, interleave
 from benchmarks.models import KINDS
 from benchmarks.receivers import settle
@@ -40,7 +40,10 @@ from lightning_weightsync.errors import WeightSyncError
 SENDER_THREADS = 2
 RECEIVER_THREADS = 1
 BARE_RECEIVERS = (16, 64)
-PEER_IS_SLOWER_BY = {"mlp": 20.0, "many": 200.0, "large": 15.0}
+PEER_IS_SLOWER_BY = {
+    "ours": {"mlp": 20.0, "many": 200.0, "large": 15.0},
+    "network": {"mlp": 8.0, "many": 80.0, "large": 1.4},
+}
 """What is asked of four workers."""
 
 
@@ -107,6 +110,16 @@ def compare_stalls(kind: str, sizes: Sequence[int], pairs: int, mode: ReceiverMo
     return result
 
 
+def compare_with_tcp(kind: str, pairs: int, mode: ReceiverMode) -> Comparison:
+    """Ours over the network to one receiver, and a bare TCP connection with as many bytes."""
+    source = Source(kind)
+    result = Comparison("tcp", kind, source.nbytes, source.tensors, 1)
+    with Ours(source, 1, name="network", same_host="network", mode=mode) as ours, closing(BareTcp(source)) as tcp:
+        interleave(result, [tcp.send, ours.send], pairs, [*ours.receivers.pids, *tcp.receivers.pids])
+        verify(source, ours)
+    return result
+
+
 def private_memory(kind: str, workers: int) -> dict[str, Any]:
     """What each receiver needs for its weights that no other process shares, after it has read them all.
 
@@ -134,12 +147,12 @@ def show_schemes(results: Sequence[Comparison]) -> None:
     for note in sorted({note for result in results for note in result.notes}):
         print(f"\n{note}")
     for result in results:
-        if result.workers == 4 and result.kind in PEER_IS_SLOWER_BY:
-            limit = PEER_IS_SLOWER_BY[result.kind]
-            print(
-                f"\n{result.kind}, 4 workers: TorchRL / ours",
-                verdict(result.ratio("peer", "ours"), limit, at_least=True),
-            )
+        if result.workers != 4:
+            continue
+        for name, limits in PEER_IS_SLOWER_BY.items():
+            if result.kind in limits:
+                ratio = verdict(result.ratio("peer", name), limits[result.kind], at_least=True)
+                print(f"\n{result.kind}, 4 workers: TorchRL / {name} {ratio}")
 
 
 def show_group_sizes(result: Comparison, *, of_copy: float | None, of_first: float) -> None:
@@ -203,6 +216,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print()
         show_stalls(stalls)
         report["stalls"] = stalls.as_json()
+        tcp = compare_with_tcp("large", pairs, mode)
+        times = f"network {tcp.median('network'):.0f} ms, bare TCP {tcp.median('tcp'):.0f} ms"
+        print(f"\nlarge, one worker: {times}: {verdict(tcp.ratio('network', 'tcp'), 1.3)}")
+        report["tcp"] = tcp.as_json()
         memory = report["private_memory"] = private_memory("large", min(4, max(options.workers)))
         shares = [100 * grown / memory["nbytes"] for grown in memory["private_bytes"]]
         print(
