@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import uuid
@@ -59,6 +60,11 @@ def processes_with(value: str) -> list[int]:
             except OSError:
                 continue
     return sorted(found)
+
+
+def hear_ctrl_c() -> None:
+    """For ``preexec_fn``: what a shell starts in the background ignores SIGINT, and so would everything it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def zombies() -> list[int]:

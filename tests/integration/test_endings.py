@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from tests.helpers import collectors
 from tests.helpers.collectors import misbehaving_factory
 from tests.helpers.fit import Learner, fit, make_callback, make_group
-from tests.helpers.processes import MARKER, marked, processes_with, wait_until
+from tests.helpers.processes import MARKER, hear_ctrl_c, marked, processes_with, wait_until
 
 TRAINER_SECONDS, WORKER_SECONDS = 10, 5
 
@@ -33,6 +33,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=hear_ctrl_c,
         )
 
     def processes(self):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import MARKER, processes_with, wait_until
+from tests.helpers.processes import MARKER, hear_ctrl_c, processes_with, wait_until
 
 ROOT = Path(__file__).parents[2]
 RAISES = """
@@ -42,6 +42,7 @@ def test_the_example_ends_within_ten_seconds_and_leaves_no_process(ending, tmp_p
         env={**os.environ, MARKER: marker, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,  # where Lightning draws its progress bar
         stderr=subprocess.STDOUT,
+        preexec_fn=hear_ctrl_c,
     )
     printed = bytearray()
     reader = threading.Thread(
