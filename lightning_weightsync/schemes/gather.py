@@ -1,15 +1,17 @@
 """How do leaves get into a slot quickly, on a machine whose cores are busy?
 
 A copy of a small tensor is all overhead, so runs of small leaves are concatenated into the part of the slot that they
-fill, padding included: one operation for a whole model, in the usual case. A large leaf is moved by the calling thread
-alone: one core saturates the memory, and torch's parallel copy takes ten times as long where its threads must wait for
-a core (docs/performance.md). Leaves that need a cast, or lie elsewhere than in one piece on the CPU, are torch's
-business.
+fill, padding included: one operation for a whole model, in the usual case. Large leaves are moved by the calling thread
+and one helper, piece by piece: torch's parallel copy takes ten times as long where its threads must wait for a core
+(docs/performance.md). Leaves that need a cast, or lie elsewhere than in one piece on the CPU, are torch's business.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +24,8 @@ from lightning_weightsync.transports.memory import same_bytes
 from lightning_weightsync.transports.slots import Slot
 
 _LARGE = 64 << 10
+_PIECE = 2 << 20
+_WORTH_A_HELPER = 32 << 20
 
 
 @dataclass
@@ -74,8 +78,7 @@ class Gather:
             return
         self._copy_by_torch(slot)
         start = slot.memory.data_ptr()
-        for leaf, tensor in self._moved:
-            ctypes.memmove(start + leaf.offset, tensor.data_ptr(), leaf.nbytes)
+        _move([(start + leaf.offset, tensor.data_ptr(), leaf.nbytes) for leaf, tensor in self._moved])
 
     def copy_changed_to(self, slot: Slot) -> int:
         """Copy the values of now where the slot holds others; returns how many bytes were there already.
@@ -109,6 +112,31 @@ class Gather:
                 joined.end = leaf.offset + leaf.nbytes
             self._runs.append(joined)
         run.clear()
+
+
+def _move(copies: Sequence[tuple[int, int, int]]) -> None:
+    """Copy ``nbytes`` from one address to another, for each (target, source, nbytes), where it is much with a helper.
+
+    The two take pieces from one heap: a helper that gets no core holds up one piece, and not all of them.
+    """
+    pieces = deque(
+        (target + done, source + done, min(_PIECE, nbytes - done))
+        for target, source, nbytes in copies
+        for done in range(0, nbytes, _PIECE)
+    )
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # nothing is left
+            while True:
+                ctypes.memmove(*pieces.popleft())
+
+    if sum(nbytes for _, _, nbytes in copies) < _WORTH_A_HELPER or torch.get_num_threads() == 1:
+        work()
+        return
+    helper = threading.Thread(target=work, name="weight-sync-copy", daemon=True)
+    helper.start()
+    work()
+    helper.join()
 
 
 def _is_plain(leaf: Leaf, tensor: Tensor) -> bool:

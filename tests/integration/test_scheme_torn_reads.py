@@ -169,7 +169,8 @@ def test_parameters_keep_their_identity_and_ties_over_many_pushes(connect, optio
     connected = connect(source := Tied(), 2, sync=False, **options)
     for process in connected.processes:
         process.call(remember)
-    switched = options == {}  # or copied
+    # Or copied. Over the network receivers have slots of their own, however few the sender has.
+    switched = options == {} or (connect.same_host == "network" and "max_slots" in options)
     for value in range(1, 6):
         fill(source, float(value))
         connected.push()
