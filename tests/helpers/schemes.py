@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -23,6 +24,11 @@ from lightning_weightsync.schemes.receiver import ReceiverLink
 from tests.helpers.receivers import ReceiverPool, ReceiverProcess
 
 PUSH_SECONDS = 20.0
+
+# For the `connect` fixture: one kind of transport only. For its tests: either way of receiving.
+over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
+over_shared_memory = pytest.mark.parametrize("connect", ["shared_memory"], indirect=True)
+both_ways = pytest.mark.parametrize("sync", [True, False], ids=["receive()", "background thread"])
 
 
 # --- run in the receiver's process ---------------------------------------------------------------------------------

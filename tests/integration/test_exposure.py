@@ -20,13 +20,20 @@ from lightning_weightsync.schemes.extra_state import unpack
 from lightning_weightsync.transports.hub import LinkHub
 from tests.helpers import schemes
 from tests.helpers.processes import wait_until
-from tests.helpers.schemes import Connected, altered, assert_same_bits, assert_text, fill, layers, leaves_of
+from tests.helpers.schemes import (
+    Connected,
+    altered,
+    assert_same_bits,
+    assert_text,
+    fill,
+    layers,
+    leaves_of,
+    over_network,
+)
 from tests.helpers.strangers import Flood, num_sockets, tcp_listeners, unix_listeners
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's tables of sockets")
 
-over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
-over_shared_memory = pytest.mark.parametrize("connect", ["shared_memory"], indirect=True)
 PUSH_SECONDS = 5.0
 
 

@@ -11,9 +11,7 @@ from torch import nn
 
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError, WorkerDied
 from tests.helpers import schemes
-from tests.helpers.schemes import altered, assert_same_bits, leaves_of, randomise
-
-both_ways = pytest.mark.parametrize("sync", [True, False], ids=["receive()", "background thread"])
+from tests.helpers.schemes import altered, assert_same_bits, both_ways, leaves_of, randomise
 
 
 class Net(nn.Module):

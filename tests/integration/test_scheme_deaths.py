@@ -21,12 +21,11 @@ from tests.helpers.schemes import (
     hold_gate,
     layers,
     leaves_of,
+    over_shared_memory,
     release_gate,
 )
 from tests.helpers.threads import Call, eventually
 
-over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
-over_shared_memory = pytest.mark.parametrize("connect", ["shared_memory"], indirect=True)
 WHO = r"worker \d \(pid \d+\)"
 WHAT_AND_WHEN = r"it holds version \d+ \(phase: push of version \d+ of 'policy', after \d\.\d s\)"
 

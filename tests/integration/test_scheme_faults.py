@@ -23,11 +23,17 @@ from lightning_weightsync import (
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings
 from tests.helpers.receivers import ProcessEnded
-from tests.helpers.schemes import assert_same_bits, assert_text, fill, hold_gate, layers, leaves_of, release_gate
-
-over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
-both_ways = pytest.mark.parametrize("sync", [True, False], ids=["receive()", "background thread"])
-
+from tests.helpers.schemes import (
+    assert_same_bits,
+    assert_text,
+    both_ways,
+    fill,
+    hold_gate,
+    layers,
+    leaves_of,
+    over_network,
+    release_gate,
+)
 
 # --- workers that die or fall silent -------------------------------------------------------------------------------
 

@@ -14,9 +14,7 @@ from torch import nn
 from lightning_weightsync.transports.posting import PostingChannel
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings, resident_bytes
-from tests.helpers.schemes import assert_same_bits, fill, leaves_of, randomise
-
-over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
+from tests.helpers.schemes import assert_same_bits, fill, leaves_of, over_network, randomise
 
 
 def small():

@@ -17,6 +17,7 @@ from tests.helpers.schemes import (
     altered,
     assert_same_bits,
     assert_text,
+    both_ways,
     fill,
     hold_gate,
     layers,
@@ -24,10 +25,6 @@ from tests.helpers.schemes import (
     release_gate,
 )
 from tests.helpers.threads import Call, eventually
-
-both_ways = pytest.mark.parametrize("sync", [True, False], ids=["receive()", "background thread"])
-over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
-over_shared_memory = pytest.mark.parametrize("connect", ["shared_memory"], indirect=True)
 
 
 def rejoin(connected, worker_idx, process, model, **kwargs):

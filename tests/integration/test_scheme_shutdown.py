@@ -15,11 +15,17 @@ from torch import nn
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings
-from tests.helpers.schemes import altered, assert_same_bits, fill, hold_gate, leaves_of, release_gate
-
-over_shared_memory = pytest.mark.parametrize("connect", ["shared_memory"], indirect=True)
-over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
-both_ways = pytest.mark.parametrize("sync", [True, False], ids=["receive()", "background thread"])
+from tests.helpers.schemes import (
+    altered,
+    assert_same_bits,
+    both_ways,
+    fill,
+    hold_gate,
+    leaves_of,
+    over_network,
+    over_shared_memory,
+    release_gate,
+)
 
 
 def small():
@@ -232,9 +238,11 @@ def test_a_sender_that_waits_for_a_replacement(connect):
     assert "shut down" in str(waiting.outcome(1.0))
 
 
-def test_a_sender_whose_replacement_never_answers(receivers, connect):
-    connected = connect(source := small(), 2, sync=False, timeout=3600, connect_timeout=3600, heartbeat_timeout=3600)
-    receivers[2].call(init_stuck, connected.scheme, altered(source), 1, "accept_offer")
+def shut_down_before_a_replacement_is_there(connect, receivers, stuck_in, connect_timeout):
+    connected = connect(
+        source := small(), 2, sync=False, timeout=3600, connect_timeout=connect_timeout, heartbeat_timeout=3600
+    )
+    receivers[2].call(init_stuck, connected.scheme, altered(source), 1, stuck_in)
     joining = receivers[2].begin(schemes.connect)
     waiting = lose(connected, 1)
     waiting.assert_waiting()
@@ -243,20 +251,15 @@ def test_a_sender_whose_replacement_never_answers(receivers, connect):
     receivers[2].call(lambda box: box.release.set())
     with pytest.raises(WeightSyncError):
         joining.result(10.0)
+
+
+def test_a_sender_whose_replacement_never_answers(receivers, connect):
+    shut_down_before_a_replacement_is_there(connect, receivers, "accept_offer", 3600)
 
 
 @over_network
 def test_a_sender_whose_replacement_does_not_meet_it_in_the_pair_group(receivers, connect):
-    connected = connect(source := small(), 2, sync=False, timeout=3600, connect_timeout=60, heartbeat_timeout=3600)
-    receivers[2].call(init_stuck, connected.scheme, altered(source), 1, "make_transport")
-    joining = receivers[2].begin(schemes.connect)
-    waiting = lose(connected, 1)
-    waiting.assert_waiting()
-    assert shut_down_here(connected.scheme) < 1.0
-    assert isinstance(waiting.outcome(1.0), WeightSyncError)
-    receivers[2].call(lambda box: box.release.set())
-    with pytest.raises(WeightSyncError):
-        joining.result(10.0)
+    shut_down_before_a_replacement_is_there(connect, receivers, "make_transport", 60)
 
 
 def test_a_sender_whose_replacement_does_not_apply_the_weights(receivers, connect):

@@ -13,11 +13,10 @@ from torch import nn
 
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings, memory_file_at, resident_bytes
-from tests.helpers.schemes import assert_same_bits, fill, layers, leaves_of
+from tests.helpers.schemes import assert_same_bits, fill, layers, leaves_of, over_shared_memory
 from tests.helpers.threads import eventually
 
 LENGTHS = [pytest.param((2_000, 100), id="short"), pytest.param((20_000, 500), id="long", marks=pytest.mark.slow)]
-over_shared_memory = pytest.mark.parametrize("connect", ["shared_memory"], indirect=True)
 
 
 def constant_layers(size=64, depth=6):

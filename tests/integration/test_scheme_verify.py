@@ -12,11 +12,7 @@ from lightning_weightsync.transports.process_group import ProcessGroupReceiver
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver
 from tests.helpers import schemes
 from tests.helpers.models import Mixed, Tied, randomise
-from tests.helpers.schemes import assert_same_bits, fill, leaves_of
-
-over_network = pytest.mark.parametrize("connect", ["network"], indirect=True)
-over_shared_memory = pytest.mark.parametrize("connect", ["shared_memory"], indirect=True)
-
+from tests.helpers.schemes import assert_same_bits, fill, leaves_of, over_network
 
 # --- verify ---------------------------------------------------------------------------------------------------------
 
