@@ -505,15 +505,16 @@ def test_a_replacement_that_is_stopped_while_it_joins_is_given_up_soon_and_holds
 
 def init_that_stops(box, scheme, model, worker_idx, step):
     """A receiver whose process is stopped at one step of joining."""
-    import os
     import signal
+    import threading
 
     from lightning_weightsync.transports.process_group import ProcessGroupReceiver
 
     schemes.init(box, scheme, model, worker_idx=worker_idx)
 
     def stop():
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # Sent to this very thread, which therefore does not run on until another one has taken the signal.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     if step == "apply":
         scheme.staged_model.applied_hooks.append(lambda model, version: stop())
