@@ -16,7 +16,7 @@ SHORT = ["--pushes", "60", "--every", "10", "--timeout", "1.5", "--heartbeat", "
 FULL = ["--pushes", "1000"]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "network"])
+@pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=pytest.mark.slow), "network"])
 @pytest.mark.parametrize("options", [SHORT, pytest.param(FULL, marks=pytest.mark.slow)], ids=["60", "1000"])
 def test_the_living_are_served_the_dead_are_named_and_the_returning_get_the_newest(options, transport, tmp_path, capfd):
     report = tmp_path / "chaos.json"

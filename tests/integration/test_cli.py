@@ -65,6 +65,7 @@ def test_the_cadence_is_overridden_on_the_command_line(tmp_path):
     assert float(rows(tmp_path)[-1]["weight_sync/version"]) == 10
 
 
+@pytest.mark.slow
 def test_a_cadence_in_frames_and_one_in_seconds_from_the_command_line(tmp_path):
     unit, interval = "callbacks.update_weights.interval_unit", "callbacks.update_weights.update_weights_interval"
     done = run(tmp_path / "frames", *SMALL, f"{unit}=frames", f"{interval}=100")
@@ -94,6 +95,7 @@ def test_a_run_is_validated_on_whole_episodes_and_stops_by_them(tmp_path):
     assert value >= 1
 
 
+@pytest.mark.slow
 def test_two_worker_processes_and_a_checkpoint_to_go_on_from(tmp_path):
     workers = ["collector.num_workers=2", "trainer.enable_checkpointing=true"]
     first = run(tmp_path / "first", *SMALL, *workers)

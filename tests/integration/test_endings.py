@@ -63,12 +63,12 @@ WAITS = {"length": 10**6, "env": "ParentEnv", "doze_at": 4}
 ENDINGS = {
     # name: (options, signal, exit code of the trainer)
     "normal": ({"env": "ParentEnv"}, None, 0),
-    "exception": ({"env": "ParentEnv", "ending": "exception"}, None, 1),
     "SIGINT while waiting": (WAITS, signal.SIGINT, 1),
-    "SIGTERM while waiting": (WAITS, signal.SIGTERM, 0),  # Lightning's choice
     "SIGKILL": (WAITS, signal.SIGKILL, -9),
 }
 MORE_ENDINGS = {
+    "exception": ({"env": "ParentEnv", "ending": "exception"}, None, 1),
+    "SIGTERM while waiting": (WAITS, signal.SIGTERM, 0),  # Lightning's choice
     "SIGINT": (TRAINS, signal.SIGINT, 1),
     "SIGTERM": (TRAINS, signal.SIGTERM, 0),
     "setup of another callback": ({"ending": "setup"}, None, 1),

@@ -109,7 +109,9 @@ def trained_on(evaluated, num_workers, **options):
     return torch.stack(batches), group.version, group.frames, torch.rand(4)
 
 
-@pytest.mark.parametrize(("num_workers", "options"), [(0, {}), (2, {"deterministic": False})])
+@pytest.mark.parametrize(
+    ("num_workers", "options"), [(0, {}), pytest.param(2, {"deterministic": False}, marks=pytest.mark.slow)]
+)
 def test_training_batches_are_bit_equal_with_and_without_evaluation(num_workers, options, no_leftovers):
     without, with_it = (trained_on(evaluated, num_workers, **options) for evaluated in (False, True))
     batches, others = without[0], with_it[0]
@@ -159,6 +161,7 @@ def test_averaged_weights_that_are_swapped_in_for_validation_are_those_evaluated
     assert collected == [-1, 8]
 
 
+@pytest.mark.slow
 def test_validate_and_fit_each_start_and_stop_the_evaluations_workers(no_leftovers):
     group, module = make_group(1), Dialled([2])
     evaluation = group.evaluation(episodes=3, num_workers=2)
@@ -184,6 +187,7 @@ def turned(value):
     return dial
 
 
+@pytest.mark.slow
 def test_an_evaluation_works_without_lightning_and_reads_the_weights_as_they_are(no_leftovers):
     dial = turned(2.0)
     with make_group(1) as group:
@@ -264,7 +268,7 @@ def test_an_evaluation_that_makes_no_sense_is_refused(arguments, text):
     ("collector", "error", "text"),
     [
         (partial(dial_collector, env=NoSecondEpisode), WorkerError, "'collect': ArithmeticError: no second episode"),
-        (partial(dial_collector, env=Killed), WorkerDied, "exit code 9"),
+        pytest.param(partial(dial_collector, env=Killed), WorkerDied, "exit code 9", marks=pytest.mark.slow),
         (partial(dial_collector, policy=Stubborn), WorkerError, "Stubborn is asked for its best action"),
         (Stream, WorkerError, "Stream cannot be evaluated"),
     ],
@@ -292,6 +296,7 @@ def test_a_worker_that_was_killed_is_replaced_and_plays_the_same_episodes(no_lef
         assert len(next(iter(group))) == NUM_ENVS, "the group's own worker was touched"
 
 
+@pytest.mark.slow
 def test_where_nothing_is_replaced_a_killed_worker_ends_the_evaluation_and_the_next_starts_a_new_one(no_leftovers):
     with make_group(1, max_restarts=0) as group:
         group.update_policy_weights_(turned(2.0))
@@ -303,6 +308,7 @@ def test_where_nothing_is_replaced_a_killed_worker_ends_the_evaluation_and_the_n
         assert torch.equal(evaluation.play()["episode_return"], before["episode_return"])
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_ends_an_evaluation_that_takes_for_ever(no_leftovers):
     class Impatient(RuntimeError):
         pass

@@ -32,7 +32,9 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending", ["normal", "SIGINT", *(pytest.param(e, marks=pytest.mark.slow) for e in ("exception", "SIGTERM"))]
+)
 def test_the_example_ends_within_ten_seconds_and_leaves_no_process(ending, tmp_path):
     arguments, number, succeeds = ENDINGS[ending]
     marker = f"example-{ending}-{os.getpid()}"

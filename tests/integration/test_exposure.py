@@ -178,6 +178,7 @@ def test_a_flood_while_they_connect_delays_nobody_beyond_the_deadline_and_takes_
     assert sender.get_store_info() == info
 
 
+@pytest.mark.slow
 @over_network
 def test_a_flood_at_the_ports_of_a_pair_that_is_being_formed_is_shut_out_with_it(connect, monkeypatch):
     """gloo keeps what has connected to it until its group is closed; what comes later does not get in."""

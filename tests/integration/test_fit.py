@@ -131,7 +131,7 @@ def test_after_every_push_each_worker_equals_the_trainer_bit_for_bit(shared, mak
     assert shared.connected, "a group that the user started was stopped"
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("num_workers", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_sample_is_of_the_newest_push_whatever_the_number_of_workers(num_workers, no_leftovers):
     """Two workers are everywhere else. A run that deadlocks ends in pytest's timeout."""
     group, module, digests = make_group(num_workers), ManualLearner(2, seed=1), []

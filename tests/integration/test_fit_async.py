@@ -49,7 +49,10 @@ class Watch(Callback):
         return [steps_before(int(episode), int(step)) // STEPS for episode, step, _ in mine]
 
 
-@pytest.mark.parametrize(("bound", "blocking"), [(None, None), (1, None), (None, True)])
+@pytest.mark.parametrize(
+    ("bound", "blocking"),
+    [(None, None), pytest.param(1, None, marks=pytest.mark.slow), pytest.param(None, True, marks=pytest.mark.slow)],
+)
 def test_workers_collect_ahead_and_end_with_the_final_weights(bound, blocking, no_leftovers, tmp_path):
     group, module = make_group(2, UNEVEN, length=10, sync=False, max_staleness=bound), Learner()
     watch, callback = Watch(group), make_callback(group, blocking=blocking)
@@ -71,6 +74,7 @@ def test_workers_collect_ahead_and_end_with_the_final_weights(bound, blocking, n
     assert float(rows[-1]["weight_sync/workers_alive"]) == 2
 
 
+@pytest.mark.slow
 def test_a_bound_holds_when_every_optimizer_step_is_pushed(no_leftovers):
     """Three versions per batch: what was begun before a training step is too old after it."""
     group, module = make_group(2, UNEVEN, length=20, sync=False, max_staleness=2), ManualLearner(3)
@@ -107,6 +111,7 @@ def test_an_epoch_that_is_left_early_and_a_second_fit_go_on_with_what_is_ready(n
         assert group.connected
 
 
+@pytest.mark.slow
 def test_a_fit_that_stops_its_group_starts_a_new_one_with_fresh_batches(no_leftovers):
     group, module = make_group(2, UNEVEN, length=6, sync=False), Learner()
     for count in (1, 2):
@@ -116,6 +121,7 @@ def test_a_fit_that_stops_its_group_starts_a_new_one_with_fresh_batches(no_lefto
         assert min(int(batch["policy_version"].min()) for batch in watch.batches) >= 6 * (count - 1)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_after_the_checkpoints_version(no_leftovers, tmp_path):
     first = make_group(1, UNEVEN, length=5, sync=False, seed=3)
     checkpoint = ModelCheckpoint(tmp_path, save_last=True)

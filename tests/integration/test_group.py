@@ -578,6 +578,7 @@ def test_a_worker_that_is_not_ready_in_time_is_named_and_stopped(no_leftovers):
     assert not no_leftovers() and not group.running
 
 
+@pytest.mark.slow
 def test_shutdown_from_another_thread_ends_a_wait_for_a_batch(no_leftovers):
     group = group_of(1, partial(misbehaving_collector, fault=collectors.doze, at=2, only=0))
     group.start({"policy": Policy(0)})

@@ -229,6 +229,7 @@ def test_every_sample_has_the_version_that_chose_its_action(blocking):
     assert min(newest.values()) > 2
 
 
+@pytest.mark.slow
 def test_a_blocking_push_waits_for_the_slowest_workers_next_safe_point():
     """600 ms for a batch: worker 0 switches after it, worker 1 after one of its steps."""
     factory = partial(update_at_batch_or_step, env=partial(collectors.SlowEnv, 0.1))
@@ -252,6 +253,7 @@ def test_a_blocking_push_waits_for_the_slowest_workers_next_safe_point():
         assert max(two) < 0.55, "a worker with update_at='step' waited for the end of its batch"
 
 
+@pytest.mark.slow
 def test_a_blocking_push_that_finds_no_safe_point_in_time_names_the_worker_and_the_next_one_works():
     factory = partial(paced_collector, seconds=(0.0, 0.3))
     with group_of(2, factory, timeout=0.5) as group:
@@ -267,6 +269,7 @@ def test_a_blocking_push_that_finds_no_safe_point_in_time_names_the_worker_and_t
         assert {whose(batch) for batch in take(group, 8)} == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_foreign_collector_without_a_gate_is_stamped_with_what_made_it():
     with group_of(1, Stream) as group:
         policies = [Policy(0)]
@@ -299,6 +302,7 @@ def learn(group, count, seconds):
     return count / (time.monotonic() - started), ages, workers
 
 
+@pytest.mark.slow
 def test_no_batch_is_older_than_the_bound_and_a_slow_worker_does_not_slow_the_trainer():
     """Worker 1 needs 240 ms for a batch, in which the trainer learns from eight of the others'."""
     factory = partial(paced_collector, seconds=(0.0, 0.04))
@@ -316,6 +320,7 @@ def test_no_batch_is_older_than_the_bound_and_a_slow_worker_does_not_slow_the_tr
     assert rates[2] >= 0.9 * rates[None], rates
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_counted_and_nothing_else_is_missing():
     """Nobody can foresee three pushes at once every now and then."""
     with group_of(2, partial(paced_collector, seconds=(0.001, 0.001)), max_staleness=1) as group:
@@ -389,6 +394,7 @@ def test_a_killed_workers_finished_batches_arrive_and_the_others_go_on_until_it_
         assert number_of(batches[-1]) == 0, "the replacement's first batch is not its first one"
 
 
+@pytest.mark.slow
 def test_more_and_fewer_workers_between_two_batches(no_leftovers):
     with group_of(1, partial(paced_collector, seconds=(0.005,) * 3), max_staleness=4) as group:
         group.update_policy_weights_(Policy(0))
@@ -399,6 +405,7 @@ def test_more_and_fewer_workers_between_two_batches(no_leftovers):
         assert {whose(batch) for batch in take(group, 10)} == {0}
 
 
+@pytest.mark.slow
 def test_shutdown_from_another_thread_ends_a_wait_for_a_batch(no_leftovers):
     group = group_of(1, partial(misbehaving_collector, fault=collectors.doze, at=1, only=0))
     group.start({"policy": Policy(0)})
@@ -410,6 +417,7 @@ def test_shutdown_from_another_thread_ends_a_wait_for_a_batch(no_leftovers):
     wait_until(lambda: not group.running, 5)
 
 
+@pytest.mark.slow
 def test_stopping_waits_for_the_batch_in_progress_and_not_for_those_asked_for_ahead(no_leftovers):
     group = group_of(1, partial(paced_collector, seconds=(0.2,)))  # 1.2 s for a batch
     group.start({"policy": Policy(0)})

@@ -76,6 +76,7 @@ def test_a_group_grows_and_shrinks_and_grows_again(no_leftovers):
     assert not zombies()
 
 
+@pytest.mark.slow
 def test_a_worker_that_joined_late_is_replaced_like_any_other(no_leftovers):
     policy = Policy(1)
     with group_of(1) as group:
@@ -91,6 +92,7 @@ def test_a_worker_that_joined_late_is_replaced_like_any_other(no_leftovers):
         check(group, policy, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "error", "text"),
     [(collectors.stumble, WorkerError, "the dice"), (collectors.leave, WorkerDied, "exit code 3")],

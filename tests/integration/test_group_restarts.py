@@ -120,6 +120,7 @@ def test_a_worker_that_dies_idle_is_replaced_with_the_newest_weights(no_leftover
     assert f"worker 1 (pid {stats[1]['pid']}) has joined" in lines[1]
 
 
+@pytest.mark.slow
 def test_a_worker_that_nobody_asks_anything_is_replaced_all_the_same(no_leftovers):
     with group_of(2) as group:
         group.update_policy_weights_(Policy(1))
@@ -155,6 +156,7 @@ def test_the_part_of_a_worker_that_dies_in_the_middle_of_a_batch_is_collected_ag
         assert len(set(seen)) == len(seen)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_applies_a_push_is_replaced(no_leftovers, tmp_path):
     """A worker that is half-way through: neither reported as done, nor an error; the others have applied it."""
 
@@ -175,6 +177,7 @@ def test_a_worker_that_dies_while_it_applies_a_push_is_replaced(no_leftovers, tm
         assert [stat["restarts"] for stat in group.stats().values()] == [1, 0]
 
 
+@pytest.mark.slow
 def test_a_replacement_that_dies_while_it_starts_is_replaced_too(no_leftovers, tmp_path):
     factory = partial(replacements_misbehave, directory=tmp_path, fault=collectors.vanish, count=2)
     policy = Policy(1)
@@ -189,6 +192,7 @@ def test_a_replacement_that_dies_while_it_starts_is_replaced_too(no_leftovers, t
         assert group.stats()[1]["restarts"] == 3
 
 
+@pytest.mark.slow
 def test_all_workers_at_once(no_leftovers):
     policy = Policy(1)
     with group_of(2) as group:
@@ -202,6 +206,7 @@ def test_all_workers_at_once(no_leftovers):
         assert group.metrics()["weight_sync/worker_restarts"] == 2
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_replacement_but_the_next_batch(no_leftovers):
     """Pushes go on while it starts; and a stop request ends the wait for the batch."""
 
@@ -237,6 +242,7 @@ def test_nobody_waits_for_a_replacement_but_the_next_batch(no_leftovers):
         check(batch, group, policy)
 
 
+@pytest.mark.slow
 def test_a_background_push_that_meets_a_death_says_so_and_the_replacement_has_it(no_leftovers):
     policy = Policy(1)
     with group_of(2) as group:
@@ -255,6 +261,7 @@ def test_a_background_push_that_meets_a_death_says_so_and_the_replacement_has_it
 # --- stopped rather than dead ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_killed_and_replaced_when_a_push_gives_it_up(no_leftovers):
     policy = Policy(1)
     with group_of(2, heartbeat_timeout=1.0) as group:
@@ -292,6 +299,7 @@ def test_a_worker_that_is_stopped_while_it_collects_is_noticed_by_its_silence(no
         assert "silent for" in stats[1]["cause"]
 
 
+@pytest.mark.slow
 def test_without_restarts_a_worker_that_is_stopped_while_it_collects_ends_the_wait(no_leftovers):
     with group_of(2, heartbeat_timeout=1.0, max_restarts=0) as group:
         group.update_policy_weights_(Policy(1))
@@ -343,6 +351,7 @@ def test_an_error_in_an_environment_is_not_restarted(no_leftovers):
             group.update_policy_weights_(Policy(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 1.5])
 def test_once_stopping_nothing_is_restarted(no_leftovers, seconds):
     """A group is stopped at any moment of a replacement's start."""
@@ -372,6 +381,7 @@ def test_shutdown_from_another_thread_ends_the_wait_for_a_replacement(no_leftove
 # --- seeds -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_neither_replacements_nor_resumed_runs_replay_episodes(no_leftovers):
     def marks(batches):
         return {row[2] for row in rows(batches)}
@@ -465,6 +475,7 @@ def test_fit_goes_on_while_workers_are_killed(no_leftovers):
     train_under_kills(2, kills=3, pause=0.2)
 
 
+@pytest.mark.slow
 def test_fit_that_waits_for_no_push_goes_on_while_workers_are_killed(no_leftovers):
     train_under_kills(2, kills=2, pause=0.2, blocking=False)
 

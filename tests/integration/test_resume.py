@@ -54,6 +54,7 @@ def path(tmp_path):
     return tmp_path / "middle.ckpt"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_a_new_process_with_real_workers(path):
     """Save in the middle of an epoch, crash one push later, go on elsewhere."""
     module, group, _, audit = run(save=SaveAt(path, 3))

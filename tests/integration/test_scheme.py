@@ -319,6 +319,7 @@ def test_receive_returns_a_copy(connect):
     assert_same_bits(kept, sent)
 
 
+@pytest.mark.slow
 def test_a_sender_waits_for_a_receiver_that_is_slower_than_connecting_may_take(connect):
     """gloo's own timeout is the one of the rendezvous; a push has another, and more bytes than sockets can hold."""
     source = nn.Linear(2000, 1000)

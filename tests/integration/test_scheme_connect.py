@@ -119,6 +119,7 @@ def test_a_worker_that_never_comes_is_named_within_connect_timeout(receivers, co
         joining.result(2.0)
 
 
+@pytest.mark.slow
 def test_a_sender_that_never_comes_is_a_timeout_of_the_receiver(receivers, connect):
     sender = connect.sender(source := layers(), connect_timeout=1.5)
     receivers[0].call(schemes.init, sender, altered(source), worker_idx=0)

@@ -55,6 +55,7 @@ def entered(box):
     return box.entered.wait(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["idle", "waiting for the gate", "in an applied hook"])
 def test_a_worker_that_is_killed_is_named_at_once_wherever_it_is(connect, where):
     connected = connect(source := layers(), 3, sync=False, timeout=120)

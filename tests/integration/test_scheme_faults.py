@@ -165,6 +165,7 @@ def wait_until_link_ended(box):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_long_policy_call_is_no_silence(connect):
     """A worker that is busy (without the interpreter's lock) for longer than ``heartbeat_timeout`` is alive."""
     connected = connect(source := layers(), heartbeat_timeout=0.5, timeout=20)
@@ -179,6 +180,7 @@ def test_a_long_policy_call_is_no_silence(connect):
     assert_same_bits(connected.leaves(), leaves_of(source))
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_stopped_at_its_gate_does_not_apply_what_was_given_up(connect):
     """Its own deadline is far away and every byte is there: only the end of the link tells it."""
     connected = connect(source := layers(), sync=False, timeout=120, heartbeat_timeout=1.0)

@@ -79,6 +79,7 @@ def test_a_push_is_one_transfer_and_one_announcement_per_worker_however_many_lea
     assert counts == [(2 if connect.same_host == "network" else 0, ["push", "push"])] * 2
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_two_hundred_pushes(connect):
     """2,000 leaves, 512 kB: 200 of them kept anywhere would be 100 MB."""
 

@@ -100,6 +100,7 @@ def test_the_newest_weights_outlive_all_workers(five, connect, receivers):
         assert_same_bits(connected.leaves(worker), newest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_slots", [1, 2])
 def test_with_few_slots_too(connect, receivers, max_slots):
     connected = connect(source := layers(), 2, sync=False, max_slots=max_slots)
@@ -162,6 +163,7 @@ def test_extra_state_comes_along(connect, receivers):
 # --- who is waited for ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_nobody_to_wait_for_it_returns_at_once(connect):
     connected = connect(layers(), 2, sync=False, connect_timeout=30)
     started = time.monotonic()
@@ -227,6 +229,7 @@ def test_a_replacement_whose_model_differs_is_refused_and_another_one_is_taken(c
     assert link_of(connected, 1).generation == 2
 
 
+@pytest.mark.slow
 def test_each_replacement_is_taken_or_refused_on_its_own(five, connect, receivers):
     connected = connect(source := layers(), 3, sync=False)
     fill(source, 1.0)
@@ -344,6 +347,7 @@ def connect_again(box):
     box.scheme.connect()
 
 
+@pytest.mark.slow
 @both_ways
 def test_a_process_that_was_given_up_joins_again_as_its_own_replacement(connect, sync):
     connected = connect(source := layers(), 2, sync=sync, timeout=60, heartbeat_timeout=1.0)
@@ -472,6 +476,7 @@ def test_pushes_that_go_on_all_the_time_reach_a_replacement_in_order(connect, re
         assert_same_bits(seen[-1][1], leaves_of(source))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["accept_offer", "make_transport", "meet", "apply"])
 def test_a_replacement_that_is_stopped_while_it_joins_is_given_up_soon_and_holds_nobody_up(connect, receivers, step):
     connected = connect(source := layers(), 2, sync=False, timeout=60, connect_timeout=60, heartbeat_timeout=1.0)
@@ -533,6 +538,7 @@ def init_that_stops(box, scheme, model, worker_idx, step):
 # --- nothing is left ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_many_replacements_leave_nothing_behind(connect, receivers):
     connected = connect(source := nn.Linear(200, 200), 2, sync=False)
     processes = [receivers[1], receivers[2]]

@@ -253,6 +253,7 @@ def shut_down_before_a_replacement_is_there(connect, receivers, stuck_in, connec
         joining.result(10.0)
 
 
+@pytest.mark.slow
 def test_a_sender_whose_replacement_never_answers(receivers, connect):
     shut_down_before_a_replacement_is_there(connect, receivers, "accept_offer", 3600)
 
@@ -262,6 +263,7 @@ def test_a_sender_whose_replacement_does_not_meet_it_in_the_pair_group(receivers
     shut_down_before_a_replacement_is_there(connect, receivers, "make_transport", 60)
 
 
+@pytest.mark.slow
 def test_a_sender_whose_replacement_does_not_apply_the_weights(receivers, connect):
     connected = connect(source := small(), 2, sync=False, timeout=3600, connect_timeout=3600)
     receivers[2].call(schemes.init, connected.scheme, altered(source), worker_idx=1)

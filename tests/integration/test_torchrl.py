@@ -354,6 +354,7 @@ def test_an_async_collector_never_mixes_versions_and_ends_with_the_last() -> Non
         assert digests(collector) == [policy.digest()] * WORKERS
 
 
+@pytest.mark.slow
 def test_a_shut_down_collector_leaves_nothing_and_its_scheme_may_serve_the_next() -> None:
     before = threads_of_ours(), sockets()
     scheme = TorchRLWeightSyncScheme()
@@ -372,6 +373,7 @@ def test_a_shut_down_collector_leaves_nothing_and_its_scheme_may_serve_the_next(
     scheme.shutdown()
 
 
+@pytest.mark.slow
 def test_a_scheme_that_is_shut_down_first_takes_under_a_second() -> None:
     with collecting(MultiSyncCollector, Policy()) as (collector, scheme):
         started = time.monotonic()
@@ -409,6 +411,7 @@ def test_a_worker_that_fails_while_it_starts_is_told_at_once_with_its_traceback(
     assert wait_until(lambda: len(threads_of_ours()) <= len(before)), threads_of_ours()
 
 
+@pytest.mark.slow
 def test_a_policy_factory_makes_the_workers_policies_and_policy_has_the_weights() -> None:
     with collecting(MultiSyncCollector, Policy(4.0), policy_factory=make_policy) as (collector, _):
         batches = iter(collector)
@@ -442,6 +445,7 @@ def test_a_compiled_policy_follows_and_is_not_compiled_again() -> None:
         assert collector.map_fn("policy.compilations") == compilations
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_replayed_as_a_graph_is_refused() -> None:
     with (
         pytest.raises(ValueError, match="use compile_policy"),
