@@ -12,8 +12,10 @@ import contextlib
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -57,11 +59,11 @@ class Gather:
         self._tensors = list(tensors)
         self._runs: list[_Run] = []
         self._moved: list[tuple[Leaf, Tensor]] = []
-        self._others: list[tuple[int, Tensor]] = []
+        self._others: list[tuple[int, int, Tensor]] = []
         run: list[tuple[Leaf, Tensor]] = []
         for position, (leaf, tensor) in enumerate(zip(layout.leaves, tensors, strict=True)):
             if not _is_plain(leaf, tensor):
-                self._others.append((position, tensor))
+                self._others.append((leaf.offset, position, tensor))
             elif join and leaf.nbytes < _LARGE:
                 run.append((leaf, tensor))
                 continue
@@ -79,6 +81,22 @@ class Gather:
         self._copy_by_torch(slot)
         start = slot.memory.data_ptr()
         _move([(start + leaf.offset, tensor.data_ptr(), leaf.nbytes) for leaf, tensor in self._moved])
+
+    def copy_in_order_to(self, slot: Slot) -> Iterator[int]:
+        """The same, into a slot on the CPU, from its first byte to its last; yields up to where it has come.
+
+        Only the calling thread copies: whoever reads along needs the other core.
+        """
+        base = slot.memory.data_ptr()
+        parts: list[tuple[int, Callable[[], Iterator[int]]]] = []
+        parts += [(run.start, partial(_join_piece, run, slot)) for run in self._runs]
+        parts += [(leaf.offset, partial(_move_pieces, leaf, tensor, base)) for leaf, tensor in self._moved]
+        parts += [
+            (start, partial(_write_one, slot.views[at], tensor)) for start, at, tensor in self._others if tensor.numel()
+        ]
+        for start, copy in sorted(parts, key=itemgetter(0)):
+            yield start
+            yield from copy()
 
     def copy_changed_to(self, slot: Slot) -> int:
         """Copy the values of now where the slot holds others; returns how many bytes were there already.
@@ -98,7 +116,7 @@ class Gather:
         with torch.inference_mode():
             for run in self._runs:
                 torch.cat(run.parts, out=slot.memory[run.start : run.end])
-        write([slot.views[position] for position, _ in self._others], [tensor for _, tensor in self._others])
+        write([slot.views[at] for _, at, _ in self._others], [tensor for *_, tensor in self._others])
 
     def _end(self, run: list[tuple[Leaf, Tensor]]) -> None:
         if len(run) < 2:
@@ -137,6 +155,25 @@ def _move(copies: Sequence[tuple[int, int, int]]) -> None:
     helper.start()
     work()
     helper.join()
+
+
+def _join_piece(run: _Run, slot: Slot) -> Iterator[int]:
+    with torch.inference_mode():
+        torch.cat(run.parts, out=slot.memory[run.start : run.end])
+    yield run.end
+
+
+def _move_pieces(leaf: Leaf, tensor: Tensor, base: int) -> Iterator[int]:
+    source, target = tensor.data_ptr(), base + leaf.offset
+    for done in range(0, leaf.nbytes, _PIECE):
+        size = min(_PIECE, leaf.nbytes - done)
+        ctypes.memmove(target + done, source + done, size)
+        yield leaf.offset + done + size
+
+
+def _write_one(view: Tensor, tensor: Tensor) -> Iterator[int]:
+    write([view], [tensor])
+    yield from ()
 
 
 def _is_plain(leaf: Leaf, tensor: Tensor) -> bool:

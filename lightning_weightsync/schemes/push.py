@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.strategy import Weights
+from lightning_weightsync.transports.base import TransferFailed
+from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.pushing import Payload, PushHandle
@@ -22,8 +24,13 @@ class Pushable(Protocol):
         """The destination."""
         ...
 
-    def snapshot(self, weights: Weights | None, holder: object, deadline: float) -> tuple[Slot, bytes]:
-        """Copy weights into a free slot, which ``holder`` then holds; returns it and the extra state."""
+    def snapshot(
+        self, weights: Weights | None, holder: object, deadline: float, *, followed_by: Collection[int] = ()
+    ) -> tuple[Slot, bytes]:
+        """Copy weights into a free slot, which ``holder`` then holds; returns it and the extra state.
+
+        Where those that are to follow it can, the copy is left to ``slot.filling``.
+        """
         ...
 
     def release(self, slot: Slot, holder: object) -> None:
@@ -83,7 +90,8 @@ def push_models(
             scheme: Pushable
             for scheme, given in weights.items():
                 for indices, own in _per_slot(scheme, given, worker_ids):
-                    slot, extra = scheme.snapshot(own, holder, started + timeout)
+                    followed_by = () if initial or replaceable else indices
+                    slot, extra = scheme.snapshot(own, holder, started + timeout, followed_by=followed_by)
                     taken.append((scheme, everybody if indices is worker_ids else indices, slot, extra))
                     for index in indices:
                         try:
@@ -92,14 +100,15 @@ def push_models(
                             failed[index] = error
             if not initial:
                 hub.version += 1
-            for pushed, meant_for, slot, extra in taken:
-                pushed.keep_newest(meant_for, slot, extra)
             reachable = {index: several for index, several in payloads.items() if index not in failed}
             remaining = max(0.001, timeout - (time.monotonic() - started))
             handle = hub.push(
                 reachable, hub.version, timeout=remaining, initial=initial, replaceable=replaceable, links=links
             )
             handle.failed |= failed
+            _fill(hub, handle, [slot.filling for _, _, slot, _ in taken if slot.filling is not None])
+            for pushed, meant_for, slot, extra in taken:
+                pushed.keep_newest(meant_for, slot, extra)
             return handle
         finally:
             for pushed, _, slot, _ in taken:
@@ -123,6 +132,27 @@ def push_newest(
                     return push_models(hub, dict.fromkeys(schemes), list(links), timeout=timeout, links=links)
                 payloads[index].append(scheme.payload(index, *newest))
         return hub.push(payloads, hub.version, timeout=timeout, initial=True, links=links)
+
+
+def _fill(hub: LinkHub, handle: PushHandle, fillings: Collection[Filling]) -> None:
+    """Write the slots that are on their way already."""
+    if not fillings:
+        return
+
+    def write() -> None:
+        for filling in fillings:
+            filling.run()
+
+    try:
+        hub.dispatcher.send_off()
+        write()
+    except Exception as error:  # what has left cannot be called back, and the rest will never come
+        for errand in handle.errands:
+            hub.dispatcher.give_up(errand.link, TransferFailed(f"the weights could not be read: {error}"))
+        raise
+    except BaseException:  # Ctrl-C: whoever follows has a part already, and needs the rest before it can go on
+        write()
+        raise
 
 
 class _Snapshot:

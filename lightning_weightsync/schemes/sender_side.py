@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,12 +17,15 @@ from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.base import TransferFailed
 from lightning_weightsync.transports.control import Message
+from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.layout import digest_of
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.pushing import Payload, PushHandle, raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
 from lightning_weightsync.transports.slots import Slot, SlotPool
+
+_WORTH_FOLLOWING = 32 << 20
 
 
 class SenderSide(SchemeCore):
@@ -209,8 +212,17 @@ class SenderSide(SchemeCore):
         """Whether one is left for the next version when each worker has another version in force, in a slot each."""
         return self._slot_limit() > self._sender_hub().num_workers
 
-    def snapshot(self, weights: Weights | None, holder: object, deadline: float) -> tuple[Slot, bytes]:
+    def snapshot(
+        self, weights: Weights | None, holder: object, deadline: float, *, followed_by: Collection[int] = ()
+    ) -> tuple[Slot, bytes]:
         """Copy weights (``None``: what was bound) into a free slot, which ``holder`` then holds.
+
+        Args:
+            weights: To be copied.
+            holder: Until it calls ``release``.
+            deadline: On the monotonic clock, in seconds.
+            followed_by: Workers to whom the slot may leave while it is written. If their transports can do that, and it
+                pays, the weights are only checked here, and ``slot.filling.run()`` copies them.
 
         Returns:
             The slot, and the extra state as bytes.
@@ -241,6 +253,10 @@ class SenderSide(SchemeCore):
             )
         slot = taken[0]
         try:
+            if self._pays_to_follow(followed_by):
+                copy, extra = self._reader.read_in_order(slot, weights)
+                slot.filling = Filling(pool.nbytes, copy)
+                return slot, extra
             extra = self._reader.read(slot, weights)
             slot.digest = digest_of(slot.views) if self.verify else None
             self._sender_hub().bytes_saved += slot.saved
@@ -248,6 +264,12 @@ class SenderSide(SchemeCore):
         except BaseException:
             pool.release(slot, holder)
             raise
+
+    def _pays_to_follow(self, worker_ids: Collection[int]) -> bool:
+        if self._pool is None or self.verify or self.only_changed or self.slot_device.type != "cpu":
+            return False
+        large = bool(worker_ids) and self._pool.nbytes >= _WORTH_FOLLOWING
+        return large and all(i in self._transports and self._transports[i].follows for i in worker_ids)
 
     def release(self, slot: Slot, holder: object) -> None:
         """``holder`` of a snapshot does not need it any more."""

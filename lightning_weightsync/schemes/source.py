@@ -5,6 +5,8 @@ The source is only read: no gradient, no ``requires_grad``, no version counter o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -67,6 +69,24 @@ class Source:
         Raises:
             LayoutMismatchError: They are not those that both sides agreed on; names each leaf. The slot may be written.
         """
+        gather, extra = self._look(weights)
+        if self._only_changed:
+            slot.saved = gather.copy_changed_to(slot)
+        else:
+            gather.copy_to(slot)
+        return extra
+
+    def read_in_order(self, slot: Slot, weights: Weights | None = None) -> tuple[Callable[[], Iterator[int]], bytes]:
+        """Check weights now, and copy them when and as fast as the caller asks: see ``Filling``; no ``only_changed``.
+
+        Raises:
+            LayoutMismatchError: See ``read``; nothing was written.
+        """
+        gather, extra = self._look(weights)
+        return partial(gather.copy_in_order_to, slot), extra
+
+    def _look(self, weights: Weights | None) -> tuple[Gather, bytes]:
+        """The copy to make, and the extra state as bytes, once the weights have been found to be the agreed ones."""
         if weights is None or weights is self.weights:
             if self._leaves.stale():
                 leaves = Leaves(self.weights, self._strategy)
@@ -80,11 +100,7 @@ class Source:
             gather, parts = Gather(self.layout, given, join=False), stateful_parts(weights)
         if sorted(parts) != self.extra_keys and isinstance(weights if weights is not None else self.weights, nn.Module):
             self._raise(sorted(set(self.extra_keys) - set(parts)), sorted(set(parts) - set(self.extra_keys)), {})
-        if self._only_changed:
-            slot.saved = gather.copy_changed_to(slot)
-        else:
-            gather.copy_to(slot)
-        return pack(parts)
+        return gather, pack(parts)
 
     def _plan(self, tensors: list[Tensor]) -> Gather:
         return Gather(self.layout, tensors, join=not self._only_changed)

@@ -7,10 +7,11 @@ are separate protocols: an implementation of one imports nothing of the other's 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lightning_weightsync.transports.memory import SlotMemory
-from lightning_weightsync.transports.slots import Slot
+if TYPE_CHECKING:
+    from lightning_weightsync.transports.memory import SlotMemory
+    from lightning_weightsync.transports.slots import Slot
 
 Ticket = Mapping[str, Any]
 """What the announcement of a transfer must tell the receiver, besides the slot's size: plain JSON.
@@ -42,7 +43,13 @@ class TransportBackend(Protocol):
 
 @runtime_checkable
 class SenderTransport(TransportBackend, Protocol):
-    """The sender's end, to one worker or to several."""
+    """The sender's end, to one worker or to several.
+
+    Attributes:
+        follows: Whether ``send`` takes a slot that is still being written (``slot.filling``).
+    """
+
+    follows: bool
 
     def send(self, worker_idx: int, slot: Slot) -> Ticket:
         """Start the transfer to one worker; does not block. The slot stays as it is until ``settled``.

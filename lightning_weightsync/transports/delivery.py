@@ -218,6 +218,17 @@ class Dispatcher:
             if self._closed and not over():
                 return
 
+    def send_off(self) -> None:
+        """Send what is first in its queue now; does not block. Whoever drives already does it instead."""
+        if self._driving.acquire(blocking=False):
+            try:
+                self._send_next()
+            finally:
+                self._driving.release()
+                self._tell_progress()
+        else:
+            self._wake()
+
     def listen(self) -> None:
         """Take in what has arrived on all links, heartbeats above all; blocks for a twentieth of a second at most."""
         self.wait_until(lambda: False, time.monotonic() + _LOOK_AROUND)

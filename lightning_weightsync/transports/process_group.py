@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ from lightning_weightsync.transports.rendezvous import Proofs
 from lightning_weightsync.transports.slots import Ranges, Slot, SlotPool
 
 SENDER_RANK, RECEIVER_RANK = 0, 1
+PIECE = 4 << 20
+"""Bytes of a transfer. A slot travels in pieces, so that the first ones can leave while the last ones are written."""
 _PROOF_SECONDS = 10.0
+_LEAST_PIECE = 64 << 10
 
 
 class _Pair:
@@ -113,25 +117,43 @@ class ProcessGroupSender(_Pair):
             everything.
     """
 
+    follows = True
+
     def __init__(self, *args: Any, pool: SlotPool | None = None) -> None:
         super().__init__(*args)
         self._pool = pool
         self._applied: Slot | None = None
+        self._due: deque[tuple[int, int]] = deque()
         self._sending: list[Any] = []
         self._slot: Slot | None = None
 
     def send(self, worker_idx: int, slot: Slot) -> Ticket:
         """Start sending; see ``SenderTransport``."""
         nbytes = slot.memory.numel()
-        ticket: Ticket = {}
-        ranges = [(0, nbytes)] if nbytes else []
+        ticket: Ticket = {"piece": PIECE}
+        self._due = deque(_pieces(nbytes, PIECE))
         if self._pool is not None and self._applied is not None:
             ranges = self._pool.changes(slot, since=self._applied)
             ticket = {"changed": ranges, "nbytes": sum(end - start for start, end in ranges)}
+            self._due = deque(ranges)
         # The work object does not keep the tensor alive in every release: hold the slot here until it has left.
         self._slot = slot
-        self._sending = [self.start("send", slot.memory[start:end]) for start, end in ranges]
+        self._sending = []
+        if slot.filling is None:
+            self._send_until(slot, nbytes)
+        else:
+            slot.filling.follow(lambda there: self._send_until(slot, there))
         return ticket
+
+    def _send_until(self, slot: Slot, there: int) -> None:
+        """Start to send what is due, as far as the slot is written."""
+        try:
+            while self._due and self._due[0][1] <= there:
+                start, end = self._due.popleft()
+                self._sending.append(self.start("send", slot.memory[start:end]))
+        except TransferFailed:
+            self.close()  # or the other end would wait for the rest
+            raise
 
     def settled(self, worker_idx: int, slot: Slot, *, applied: bool) -> None:
         """The worker has received everything; see ``SenderTransport``."""
@@ -148,6 +170,8 @@ class ProcessGroupSender(_Pair):
     def close(self) -> None:
         """Give the group up, and the slot that was kept; see ``TransportBackend``."""
         super().close()
+        self._sending.clear()  # they keep the connection open, and the other end waiting for the rest
+        self._slot = None
         self._release()
 
     def _release(self) -> None:
@@ -177,20 +201,19 @@ class ProcessGroupReceiver(_Pair):
     def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> SlotMemory:
         """Receive into the slot that is not in force; see ``ReceiverTransport``."""
         everything = [(0, nbytes)] if nbytes else []
+        expected = _checked(ticket["changed"], nbytes) if "changed" in ticket else None
+        pieces = _pieces(nbytes, ticket.get("piece")) if expected is None else expected
         staged = self._staged
         if staged is None:
             staged = self._staged = self._new_slot(nbytes)
             self._behind = None
-        changed = None
-        if "changed" in ticket:
+        if expected is not None:
             if self._current is None:
                 raise TransferFailed("changes were sent, and there is nothing here that they could be changes of")
-            changed = _checked(ticket["changed"], nbytes)
             for start, end in everything if self._behind is None else self._behind:
                 staged.memory[start:end].copy_(self._current.memory[start:end])
-        self._behind = changed
-        works = [self.start("recv", staged.memory[s:e]) for s, e in (everything if changed is None else changed)]
-        for work in works:
+        self._behind = expected
+        for work in [self.start("recv", staged.memory[start:end]) for start, end in pieces]:
             self.wait(work, deadline)
         return staged
 
@@ -209,6 +232,12 @@ class ProcessGroupReceiver(_Pair):
         """Give the group and the slots up; a window that shows one keeps its memory."""
         super().close()
         self._current = self._staged = None
+
+
+def _pieces(nbytes: int, piece: Any) -> Ranges:
+    if type(piece) is not int or piece < _LEAST_PIECE:
+        raise TransferFailed(f"{piece!r:.200} is no size of pieces to send a slot in")
+    return [(start, min(start + piece, nbytes)) for start in range(0, nbytes, piece)]
 
 
 def _checked(ranges: Any, nbytes: int) -> Ranges:

@@ -30,6 +30,8 @@ class SharedMemoryTransport:
         pool: The model's slots; made of memory files.
     """
 
+    follows = False
+
     def __init__(self, model_id: str, pool: SlotPool) -> None:
         self.model_id = model_id
         self._pool = pool

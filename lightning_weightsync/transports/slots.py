@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_weightsync.errors import WeightSyncError
+from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.memory import create_memory_file, map_memory, same_bytes
 
@@ -36,6 +37,7 @@ class Slot:
         views: Each stored leaf of the layout, in its order, as a view into ``memory``.
         descriptor: Of the memory file behind it, to hand to workers; -1 where it is private.
         digest: SHA-256 of the leaves, where pushes are verified.
+        filling: Says how many bytes are there, where the slot leaves while it is written; ``None``: all are.
         saved: How many bytes were not written because they were there already.
         edition: How often it was taken to be written.
         changes: See ``SlotPool.changes``.
@@ -48,6 +50,7 @@ class Slot:
     views: list[Tensor]
     descriptor: int
     digest: str | None = None
+    filling: Filling | None = None
     saved: int = 0
     edition: int = 0
     changes: dict[tuple[int, int], Ranges] = field(default_factory=dict)
@@ -99,6 +102,7 @@ class SlotPool:
             if free is not None:
                 free.holders.add(holder)
                 free.edition += 1
+                free.filling = None
                 free.changes.clear()
             return free
 

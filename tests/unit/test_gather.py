@@ -16,13 +16,21 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def gathered(tensors, layout=None, **options):
+def copied_in_order(gather, slot):
+    """Whatever has been said to be there stays as it is."""
+    pieces = [(there, slot.memory[:there].clone()) for there in gather.copy_in_order_to(slot)]
+    assert [there for there, _ in pieces] == sorted(there for there, _ in pieces)
+    for there, piece in pieces:
+        assert torch.equal(piece, slot.memory[:there])
+
+
+def gathered(tensors, layout=None, *, copy=Gather.copy_to, **options):
     """The leaves of a slot that had other bytes in it before, after one copy; and the slot."""
     layout = WeightLayout.of(tensors) if layout is None else layout
     pool = SlotPool(layout, 1, shared=False)
     slot = pool.try_acquire("test")
     slot.memory.fill_(0xA5)
-    Gather(layout, [tensors[leaf.name] for leaf in layout.leaves], **options).copy_to(slot)
+    copy(Gather(layout, [tensors[leaf.name] for leaf in layout.leaves], **options), slot)
     return dict(zip((leaf.name for leaf in layout.leaves), slot.views, strict=True))
 
 
@@ -32,9 +40,10 @@ def random_bytes(*shape, dtype):
     return torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
 
 
+@pytest.mark.parametrize("copy", [Gather.copy_to, copied_in_order])
 @pytest.mark.parametrize("join", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_leaf_lands_bit_for_bit(seed, join):
+def test_every_leaf_lands_bit_for_bit(seed, join, copy):
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     tensors = {}
@@ -45,7 +54,7 @@ def test_every_leaf_lands_bit_for_bit(seed, join):
         if len(shape) == 2 and index % 2:
             tensor = tensor.t()
         tensors[f"leaf{index}"] = tensor
-    found = gathered(tensors, join=join)
+    found = gathered(tensors, join=join, copy=copy)
     assert list(found) == list(tensors)
     for name, tensor in tensors.items():
         assert bits(found[name]) == bits(tensor), name
