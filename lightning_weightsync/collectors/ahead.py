@@ -34,6 +34,7 @@ class AheadPool(WorkerPool):
         max_restarts: See ``Fleet``.
         new_seed: See ``Fleet``.
         max_staleness: See ``Feed``.
+        env_timeout: See ``Fleet``.
     """
 
     def __init__(
@@ -45,13 +46,21 @@ class AheadPool(WorkerPool):
         max_restarts: int,
         new_seed: Callable[[int], int],
         max_staleness: int | None,
+        env_timeout: float | None = None,
     ) -> None:
         self._feed = Feed([], NUM_SLOTS, max_staleness)
         self._numbers = count()
         self._known: dict[int, tuple[int, Member]] = {}  # number -> index and process, as long as it has batches
         self._indices: dict[int, int] = {}  # number -> index
         self._episodes: list[tuple[float, int]] = []
-        super().__init__(num_workers, schemes, threads_per_worker, max_restarts=max_restarts, new_seed=new_seed)
+        super().__init__(
+            num_workers,
+            schemes,
+            threads_per_worker,
+            max_restarts=max_restarts,
+            new_seed=new_seed,
+            env_timeout=env_timeout,
+        )
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
         """One batch of one worker, in memory of its own. Blocks until one is ready.

@@ -69,6 +69,11 @@ class CollectorGroup:
             within any ten minutes: same index, newest weights, seeds of its own. The first time at once, then after a
             pause that doubles as long as it makes no batch. After that, and with 0, its loss ends the run, as an
             exception in the user's own code always does. Replacements begin when the group is connected.
+        env_timeout: Seconds that one step (or reset) of an environment may take. A worker that makes no progress for
+            so long while it collects counts as lost: the cause names the environment, and shows where it hangs. A slow
+            worker that gets on does not, however long its batches take. A collector that does not tell of its progress
+            (``Collector.progress``) may take so long for a whole batch. ``None``: any time. Without worker processes
+            nobody watches.
         seed: Base of every worker's seed; ``None`` takes ``torch.initial_seed()``.
         threads_per_worker: Cap on each worker's compute threads.
         launcher: ``"local"``: child processes of this one.
@@ -97,6 +102,7 @@ class CollectorGroup:
         max_staleness: int | None = None,
         batches_per_epoch: int | None = None,
         max_restarts: int = 3,
+        env_timeout: float | None = None,
         seed: int | None = None,
         threads_per_worker: int = 1,
         launcher: str = "local",
@@ -114,6 +120,8 @@ class CollectorGroup:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: at least {least}")
+        if env_timeout is not None and not env_timeout > 0:
+            raise ValueError(f"env_timeout={env_timeout}: a positive number of seconds, or None")
         for name, given, there in (("launcher", launcher, "local"),):
             if given != there:
                 raise NotImplementedError(f"{name}={given!r} is not there yet; use {name}={there!r}")
@@ -129,6 +137,7 @@ class CollectorGroup:
         self.max_staleness = max_staleness
         self.batches_per_epoch = batches_per_epoch
         self.max_restarts = max_restarts
+        self.env_timeout = env_timeout
         self.seed = seed
         self.threads_per_worker = threads_per_worker
         self.rank = 0
@@ -169,6 +178,7 @@ class CollectorGroup:
                 self.threads_per_worker,
                 max_restarts=self.max_restarts,
                 new_seed=self._new_seed,
+                env_timeout=self.env_timeout,
             )
         else:
             self._pool = InlinePool(self.weight_sync_schemes)

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from lightning_weightsync.collectors.process import WorkerProcess
 from lightning_weightsync.collectors.rollouts import BatchReader
-from lightning_weightsync.errors import WeightSyncError, WorkerError
+from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerError
 from lightning_weightsync.transports.control import Message
 
 
@@ -73,7 +73,16 @@ class BatchRequest:
 
 
 def reported(worker_idx: int, pid: int, message: Message) -> WeightSyncError:
-    """The exception that a worker told of before it ended: ``WorkerError`` if it is of the user's code."""
+    """The exception that a worker told of before it ended.
+
+    ``WorkerError`` if it is of the user's code, which would raise again; ``WeightSyncTimeout`` if the worker was stuck,
+    of which a replacement may be free.
+    """
+    if message.kind == "stuck":
+        return WeightSyncTimeout(
+            f"worker {worker_idx} (pid {pid}) was stuck: {message['at']} has not got on for {message['seconds']:.1f} s "
+            f"(env_timeout)\n{message['stack']}".rstrip()
+        )
     text = f"worker {worker_idx} (pid {pid}) raised in phase {message['phase']!r}: {message['message']}"
     text = f"{text}\n{message['traceback']}".rstrip()
     return WorkerError(text, remote_traceback=message["traceback"]) if message["user_code"] else WeightSyncError(text)
