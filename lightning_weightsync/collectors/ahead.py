@@ -53,6 +53,7 @@ class AheadPool(WorkerPool):
         self._known: dict[int, tuple[int, Member]] = {}  # number -> index and process, as long as it has batches
         self._indices: dict[int, int] = {}  # number -> index
         self._episodes: list[tuple[float, int]] = []
+        self._sums: list[dict[str, Any]] = []
         super().__init__(
             num_workers,
             schemes,
@@ -73,7 +74,7 @@ class AheadPool(WorkerPool):
             look_around: Called about ten times a second while waiting; may raise to give up.
 
         Returns:
-            The batch alone; its ``episodes`` are those of batches that were too old, too.
+            The batch alone; its ``episodes`` and ``sums`` are those of batches that were too old, too.
 
         Raises:
             WorkerError: A worker's code raised; carries its traceback.
@@ -92,7 +93,8 @@ class AheadPool(WorkerPool):
         self._feed.hand_over(ready, version)
         self._ask(version, waiting=False)
         episodes, self._episodes = self._episodes, []
-        return [Rollout(batch, batch.numel(), episodes, owned=True)]
+        sums, self._sums = self._sums, []
+        return [Rollout(batch, batch.numel(), episodes, sums, owned=True)]
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """What is known of each worker."""
@@ -125,6 +127,7 @@ class AheadPool(WorkerPool):
         while self._feed.knows(number) and (message := member.take("batch")) is not None:
             rollout = self._received(index, member, message)
             self._episodes += rollout.episodes
+            self._sums += rollout.sums
             self._feed.arrived(number, message["slot"], int(rollout.batch["policy_version"].min()))
         if member.state not in _UP and self._feed.knows(number):
             self._feed.lose(number)

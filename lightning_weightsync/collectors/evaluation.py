@@ -95,6 +95,8 @@ class Evaluation:
         try:
             self.launch()
             players.look_around = self._of.look_around
+            if weights:
+                players.broadcast(**self._of.values)
             if not players.connected:
                 players.collector = self._factory()
                 players.connect(weights)

@@ -364,7 +364,8 @@ class Fleet:
 
     def _tell_to_build(self, index: int, worker: Member, seed: int) -> None:
         timeouts = {"connect_timeout": float(self.hub.connect_timeout), "env_timeout": self._env_timeout}
-        self._send(index, worker, "build", self._order, worker_idx=index, seed=seed, **timeouts)
+        values = dict(self.hub.values)
+        self._send(index, worker, "build", self._order, worker_idx=index, seed=seed, values=values, **timeouts)
 
     def _check_running(self, workers: Iterable[Member]) -> None:
         if self.supervisor.stopped or any(worker.state is WorkerState.STOPPED for worker in workers):

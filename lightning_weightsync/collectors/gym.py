@@ -7,7 +7,7 @@ environments of gymnasium make one by default), and ``next`` is never taken from
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -163,6 +163,11 @@ class GymCollector:
         """Return (return, length) of each episode that finished since the last call, in the order of their ends."""
         taken, self._episodes = self._episodes, []
         return taken
+
+    def take_sums(self) -> Mapping[str, Any]:
+        """What the policy has gathered since the last call, if it has ``take_sums()`` (``CollectorGroup.reduce``)."""
+        take = getattr(self.policy, "take_sums", None)
+        return take() if take is not None else {}
 
     def play_episodes(self, seeds: Sequence[int]) -> list[tuple[float, int]]:
         """Play one whole episode per seed; blocks until the last one has ended. The next batch begins new episodes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from tensordict import TensorDict
 
@@ -25,11 +26,19 @@ class WorkerState(Enum):
 
 @dataclass
 class Rollout:
-    """One batch of one worker: views into its slot, or a copy (``owned``), and the episodes that ended in it."""
+    """One batch of one worker: views into its slot, or a copy (``owned``), and what the worker told with it.
+
+    Attributes:
+        batch: The batch.
+        frames: How many transitions it has.
+        episodes: (return, length) of those that ended in it.
+        sums: What was gathered while it was made, by name, in nested lists of numbers; several where batches went by.
+    """
 
     batch: TensorDict
     frames: int
     episodes: list[tuple[float, int]]
+    sums: list[dict[str, Any]]
     owned: bool = False
 
 

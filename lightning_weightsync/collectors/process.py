@@ -23,7 +23,7 @@ JOB_MESSAGES: Schema = {
     # parent to worker
     "boot": {"sys_path": list, "pythonpath": str, "threads": int},
     # blob: cloudpickle, over the inherited pair; env_timeout: 0.0 for none
-    "build": {"worker_idx": int, "seed": int, "connect_timeout": float, "env_timeout": float},
+    "build": {"worker_idx": int, "seed": int, "values": dict, "connect_timeout": float, "env_timeout": float},
     "connect": {},
     "collect": {"slot": int, "version": int},
     "stop": {},
@@ -31,7 +31,7 @@ JOB_MESSAGES: Schema = {
     "booted": {},
     "built": {},
     "connected": {},
-    "batch": {"slot": int, "schema": dict, "frames": int, "episodes": list},
+    "batch": {"slot": int, "schema": dict, "frames": int, "episodes": list, "sums": dict},
     "stuck": {"seconds": float, "at": str, "stack": str},
     "error": {"phase": str, "message": str, "traceback": str, "user_code": bool},
 }

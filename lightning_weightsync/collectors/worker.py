@@ -61,13 +61,15 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
     """Build, connect, collect; what raises is told to the parent. Returns the exit code."""
     from lightning_weightsync.collectors.context import WorkerContext
     from lightning_weightsync.collectors.rollouts import BatchWriter
+    from lightning_weightsync.collectors.schedule import serve_process
 
     phase = "build"
     context: WorkerContext | None = None
     try:
         factory, schemes, info = _unpack(job)
+        serve_process(lambda: context.gate.values if context is not None else job["values"])
         collector = factory(worker_idx=job["worker_idx"], seed=job["seed"])
-        context = WorkerContext(collector, job["worker_idx"], info)
+        context = WorkerContext(collector, job["worker_idx"], info, job["values"])
         jobs.send("built")
         phase = "connect"
         if inbox.get().kind != "connect":
@@ -84,8 +86,14 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
             with watch:
                 batch = context.next_batch(batches)
             schema = writer.write(request["slot"], batch)
-            episodes = context.take_episodes()
-            jobs.send("batch", slot=request["slot"], schema=schema, frames=batch.numel(), episodes=episodes)
+            jobs.send(
+                "batch",
+                slot=request["slot"],
+                schema=schema,
+                frames=batch.numel(),
+                episodes=context.take_episodes(),
+                sums=context.take_sums(),
+            )
         phase = "close"
         collector.close()
     except ChannelClosed:

@@ -92,6 +92,7 @@ def push_models(
                             failed[index] = error
             if not initial:
                 hub.version += 1
+            hub.values = hub.next_values
             for pushed, meant_for, slot, extra in taken:
                 pushed.keep_newest(meant_for, slot, extra)
             reachable = {index: several for index, several in payloads.items() if index not in failed}
