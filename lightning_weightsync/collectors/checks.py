@@ -58,7 +58,7 @@ def find_nan(what: str, values: _Array, names: Sequence[str]) -> str | None:
     return f"{names[env]} returned NaN as {what}{_in_step(values, step)}: {_shown(values[env, step])}"
 
 
-def find_outside(space: Space[Any], actions: _Array, names: Sequence[str]) -> str | None:
+def find_outside(space: Space[Any], actions: npt.ArrayLike, names: Sequence[str]) -> str | None:
     """Which action is none of the action space; ``None`` if all are, or the space is of a kind that is not looked at.
 
     Args:
@@ -76,6 +76,7 @@ def find_outside(space: Space[Any], actions: _Array, names: Sequence[str]) -> st
         low, high = _loosened(space.low, -1), _loosened(space.high, 1)
     else:
         return None
+    actions = np.asarray(actions)
     if actions.shape[2:] != space.shape:
         return f"an action has the shape {actions.shape[2:]}, and the action space {space} has {space.shape}"
     inside = (actions >= low) & (actions <= high)  # of NaN, neither is true

@@ -397,27 +397,32 @@ class _Transitions(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.title = name_of(env, index)
         self.doing = "reset"
         self._at = at
-        self._returned: tuple[Any, Any] | None = None
+        self._returned: tuple[Any, ...] | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._begin("reset")
+        self.doing = "reset"
+        at = self._at
+        at.env, at.calls = self, at.calls + 1
         try:
             observation = self.env.reset(seed=seed, options=options)[0]
         except Exception as error:
             explain(error, f"{self.title}, in reset()")
             raise
         self._returned = (observation, 0.0)
+        self.doing = "step"
         return observation, {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        self._begin("step")
+        at = self._at
+        at.env, at.calls = self, at.calls + 1
         try:
-            observation, reward, terminated, truncated, _ = self.env.step(action)
+            returned = self.env.step(action)
         except Exception as error:
-            fault = find_outside(self.action_space, np.asarray(action)[None, None], [self.title])
+            fault = find_outside(self.action_space, [[action]], [self.title])
             explain(error, f"{self.title}, in step()" if fault is None else fault)
             raise
-        self._returned = (observation, reward)
+        self._returned = returned
+        observation, reward, terminated, truncated, _ = returned
         if terminated or truncated:
             if (fault := self.misfit()) is not None:  # else it would be broadcast into the batch
                 raise ValueError(fault)
@@ -426,13 +431,8 @@ class _Transitions(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def misfit(self) -> str | None:
         """What is wrong with the form of what the environment has returned last; ``None`` if it is as it has said."""
-        fault = misfit(self.observation_space, *self._returned) if self._returned is not None else None
+        fault = misfit(self.observation_space, *self._returned[:2]) if self._returned is not None else None
         return None if fault is None else f"{self.title} {fault}"
-
-    def _begin(self, doing: str) -> None:
-        self.doing = doing
-        self._at.env = self
-        self._at.calls += 1
 
 
 def _build_policy(factory: Callable[[], nn.Module]) -> nn.Module:

@@ -146,7 +146,7 @@ def test_an_environment_that_hangs_in_an_evaluation_is_named_too(no_leftovers):
 
 FAULTS = {
     # distort: what is told
-    envs.nan_observation: "environment 0 (CountingEnv) returned NaN as an observation in step 2 of a batch: [ ",
+    envs.nan_observation: "environment 0 (CountingEnv) returned NaN as an observation in step 2 of a batch: [",
     envs.short_observation: "environment 0 (CountingEnv) returned an observation of shape (1,), and its space",
     envs.nan_reward: "environment 0 (CountingEnv) returned NaN as a reward in step 2 of a batch: nan",
     envs.no_reward: "environment 0 (CountingEnv) returned NaN as a reward in step 2 of a batch: nan",
