@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_weightsync.collectors.base import Collector
     from lightning_weightsync.collectors.group import CollectorGroup
     from lightning_weightsync.collectors.gym import GymCollector
+    from lightning_weightsync.collectors.schedule import values
     from lightning_weightsync.errors import (
         LayoutMismatchError,
         StaleVersionError,
@@ -47,6 +48,7 @@ __all__ = [
     "WorkerDied",
     "WorkerError",
     "__version__",
+    "values",
 ]
 
 _MODULE_OF = {
@@ -65,6 +67,7 @@ _MODULE_OF = {
     "WeightSyncTimeout": "errors",
     "WorkerDied": "errors",
     "WorkerError": "errors",
+    "values": "collectors.schedule",
 }
 
 

@@ -34,6 +34,7 @@ class AheadPool(WorkerPool):
         max_restarts: See ``Fleet``.
         new_seed: See ``Fleet``.
         max_staleness: See ``Feed``.
+        env_timeout: See ``Fleet``.
     """
 
     def __init__(
@@ -45,13 +46,22 @@ class AheadPool(WorkerPool):
         max_restarts: int,
         new_seed: Callable[[int], int],
         max_staleness: int | None,
+        env_timeout: float | None = None,
     ) -> None:
         self._feed = Feed([], NUM_SLOTS, max_staleness)
         self._numbers = count()
         self._known: dict[int, tuple[int, Member]] = {}  # number -> index and process, as long as it has batches
         self._indices: dict[int, int] = {}  # number -> index
         self._episodes: list[tuple[float, int]] = []
-        super().__init__(num_workers, schemes, threads_per_worker, max_restarts=max_restarts, new_seed=new_seed)
+        self._sums: list[dict[str, Any]] = []
+        super().__init__(
+            num_workers,
+            schemes,
+            threads_per_worker,
+            max_restarts=max_restarts,
+            new_seed=new_seed,
+            env_timeout=env_timeout,
+        )
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
         """One batch of one worker, in memory of its own. Blocks until one is ready.
@@ -64,7 +74,7 @@ class AheadPool(WorkerPool):
             look_around: Called about ten times a second while waiting; may raise to give up.
 
         Returns:
-            The batch alone; its ``episodes`` are those of batches that were too old, too.
+            The batch alone; its ``episodes`` and ``sums`` are those of batches that were too old, too.
 
         Raises:
             WorkerError: A worker's code raised; carries its traceback.
@@ -83,7 +93,8 @@ class AheadPool(WorkerPool):
         self._feed.hand_over(ready, version)
         self._ask(version, waiting=False)
         episodes, self._episodes = self._episodes, []
-        return [Rollout(batch, batch.numel(), episodes, owned=True)]
+        sums, self._sums = self._sums, []
+        return [Rollout(batch, batch.numel(), episodes, sums, owned=True)]
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """What is known of each worker."""
@@ -116,6 +127,7 @@ class AheadPool(WorkerPool):
         while self._feed.knows(number) and (message := member.take("batch")) is not None:
             rollout = self._received(index, member, message)
             self._episodes += rollout.episodes
+            self._sums += rollout.sums
             self._feed.arrived(number, message["slot"], int(rollout.batch["policy_version"].min()))
         if member.state not in _UP and self._feed.knows(number):
             self._feed.lose(number)

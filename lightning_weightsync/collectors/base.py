@@ -15,13 +15,18 @@ class Collector(Protocol):
     Weights arrive by *destination*, a path that is resolved on the collector itself: a collector whose policy is to be
     kept in sync as ``"policy"`` has an attribute ``policy``.
 
-    Three members are optional, and looked for once, after the collector was built:
+    Five members are optional:
 
     * ``gate: Gate``: the gate that the collector holds around its policy calls
       (:class:`~lightning_weightsync.schemes.gate.Gate`). Weights are switched under this gate, so a collector without
       one can be switched in the middle of a policy call. A collector that has one reads ``gate.version`` inside, to
       label its samples.
     * ``take_episodes() -> list[tuple[float, int]]``: (return, length) of each episode finished since the last call.
+    * ``take_sums() -> Mapping[str, Tensor]``: numbers that add up over time and over workers, gathered since the last
+      call (``CollectorGroup.reduce``). Small: they travel as text.
+    * ``progress() -> tuple[int, str]``: a number that grows with each step of an environment, and what is under way
+      ("environment 3 (CartPole-v1), in step(),"). Called by another thread while a batch is made, where the group was
+      given an ``env_timeout``: if the number stays as it is for so long, the worker is stuck.
     * ``play_episodes(seeds: Sequence[int]) -> list[tuple[float, int]]``: plays one whole episode per seed, from a reset
       with that seed, and returns (return, length) of each in their order. Called with the gate held, in workers that
       evaluate (``CollectorGroup.evaluation``), and only there.

@@ -27,13 +27,16 @@ class WorkerContext:
         collector: What collects, and where destinations are resolved.
         worker_idx: 0-based.
         info: Where the sender is; ``None`` in the sender's own process.
+        values: Schedule values that are in force until the first push comes.
 
     Attributes:
         gate: The collector's own, or one that is held while a collector without one makes a batch.
         receiver_link: The worker's end of the link.
     """
 
-    def __init__(self, collector: Collector, worker_idx: int, info: StoreInfo | None) -> None:
+    def __init__(
+        self, collector: Collector, worker_idx: int, info: StoreInfo | None, values: Mapping[str, Any]
+    ) -> None:
         if not hasattr(collector, "__iter__") or not hasattr(collector, "close"):
             raise TypeError(
                 f"the collector factory returned {type(collector).__name__}; a collector is iterable and has close()"
@@ -42,6 +45,7 @@ class WorkerContext:
         self.worker_idx = worker_idx
         own = getattr(collector, "gate", None)
         self.gate: Gate = own if isinstance(own, Gate) else Gate()
+        self.gate.values = values
         self._gate_is_ours = self.gate is not own
         self.receiver_link = ReceiverLink(info, worker_idx, self.gate) if info is not None else None
 
@@ -89,6 +93,12 @@ class WorkerContext:
         """[return, length] of each episode that ended since the last call, where the collector tells."""
         take = getattr(self.collector, "take_episodes", None)
         return [[float(value), int(length)] for value, length in take()] if take is not None else []
+
+    def take_sums(self) -> dict[str, Any]:
+        """What adds up, gathered since the last call, as (nested lists of) numbers, where the collector tells."""
+        take = getattr(self.collector, "take_sums", None)
+        sums = take() if take is not None else {}
+        return {name: torch.as_tensor(value).double().tolist() for name, value in sums.items()}
 
     def end(self) -> None:
         """End the link."""

@@ -57,6 +57,7 @@ class Evaluation:
             num_workers,
             weight_sync_schemes={name: copy.copy(scheme) for name, scheme in group.weight_sync_schemes.items()},
             max_restarts=group.max_restarts,
+            env_timeout=group.env_timeout,
             threads_per_worker=group.threads_per_worker,
         )
 
@@ -94,6 +95,8 @@ class Evaluation:
         try:
             self.launch()
             players.look_around = self._of.look_around
+            if weights:
+                players.broadcast(**self._of.values)
             if not players.connected:
                 players.collector = self._factory()
                 players.connect(weights)

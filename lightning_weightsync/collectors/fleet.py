@@ -47,6 +47,7 @@ class Fleet:
         threads_per_worker: Cap on each worker's compute threads.
         max_restarts: Of each worker, within any ten minutes.
         new_seed: Called with a worker's index for the seed of its replacement; never the same one twice.
+        env_timeout: Seconds after which a worker whose collector does not get on is lost; ``None``: never.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Fleet:
         *,
         max_restarts: int,
         new_seed: Callable[[int], int],
+        env_timeout: float | None = None,
     ) -> None:
         self.schemes = schemes
         first = next(iter(schemes.values()), None)
@@ -72,6 +74,7 @@ class Fleet:
         self.supervisor = Supervisor(max_restarts)
         self._threads_per_worker = threads_per_worker
         self._new_seed = new_seed
+        self._env_timeout = float(env_timeout or 0.0)
         self._workers: list[Member] = []
         self._frames: dict[int, int] = {}
         # Over members, their mail, and the supervisor; nobody waits for a push or a worker while he holds it.
@@ -349,7 +352,10 @@ class Fleet:
             wait = self.supervisor.died(index, cause)
             if wait is not None:
                 restart = f"restart {self.supervisor.restarts(index) + 1}"
-                log.warning(f"{cause}; its replacement starts {f'in {wait:.1f} s' if wait else 'now'} ({restart})")
+                line, _, stack = str(cause).partition("\n")
+                log.warning(f"{line}; its replacement starts {f'in {wait:.1f} s' if wait else 'now'} ({restart})")
+                if stack:
+                    log.info(stack)
             elif index in self.supervisor.ended and self.supervisor.condition(index) is not None:
                 log.error(str(self.supervisor.ended[index]).partition("\n")[0])
         self._caretaker.call()
@@ -357,8 +363,9 @@ class Fleet:
     # --- mail ----------------------------------------------------------------------------------------------------
 
     def _tell_to_build(self, index: int, worker: Member, seed: int) -> None:
-        timeout = float(self.hub.connect_timeout)
-        self._send(index, worker, "build", self._order, worker_idx=index, seed=seed, connect_timeout=timeout)
+        timeouts = {"connect_timeout": float(self.hub.connect_timeout), "env_timeout": self._env_timeout}
+        values = dict(self.hub.values)
+        self._send(index, worker, "build", self._order, worker_idx=index, seed=seed, values=values, **timeouts)
 
     def _check_running(self, workers: Iterable[Member]) -> None:
         if self.supervisor.stopped or any(worker.state is WorkerState.STOPPED for worker in workers):
@@ -412,7 +419,7 @@ class Fleet:
     def _take_in(self, index: int, worker: Member) -> None:
         try:
             while (message := worker.process.jobs.poll()) is not None:
-                if message.kind == "error":
+                if message.kind in ("error", "stuck"):
                     self._lose(index, worker, reported(index, worker.process.pid, message))
                 elif message.kind != "booted":
                     worker.inbox.append(message)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_weightsync.collectors.ahead import AheadPool
 from lightning_weightsync.collectors.base import CollectorFactory
@@ -25,6 +25,7 @@ from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.ledger import Ledger
 from lightning_weightsync.collectors.member import Rollout, WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
+from lightning_weightsync.collectors.schedule import canonical
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.push import PerWorker
@@ -69,6 +70,11 @@ class CollectorGroup:
             within any ten minutes: same index, newest weights, seeds of its own. The first time at once, then after a
             pause that doubles as long as it makes no batch. After that, and with 0, its loss ends the run, as an
             exception in the user's own code always does. Replacements begin when the group is connected.
+        env_timeout: Seconds that one step (or reset) of an environment may take. A worker that makes no progress for
+            so long while it collects counts as lost: the cause names the environment, and shows where it hangs. A slow
+            worker that gets on does not, however long its batches take. A collector that does not tell of its progress
+            (``Collector.progress``) may take so long for a whole batch. ``None``: any time. Without worker processes
+            nobody watches.
         seed: Base of every worker's seed; ``None`` takes ``torch.initial_seed()``.
         threads_per_worker: Cap on each worker's compute threads.
         launcher: ``"local"``: child processes of this one.
@@ -97,6 +103,7 @@ class CollectorGroup:
         max_staleness: int | None = None,
         batches_per_epoch: int | None = None,
         max_restarts: int = 3,
+        env_timeout: float | None = None,
         seed: int | None = None,
         threads_per_worker: int = 1,
         launcher: str = "local",
@@ -114,6 +121,8 @@ class CollectorGroup:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: at least {least}")
+        if env_timeout is not None and not env_timeout > 0:
+            raise ValueError(f"env_timeout={env_timeout}: a positive number of seconds, or None")
         for name, given, there in (("launcher", launcher, "local"),):
             if given != there:
                 raise NotImplementedError(f"{name}={given!r} is not there yet; use {name}={there!r}")
@@ -129,6 +138,7 @@ class CollectorGroup:
         self.max_staleness = max_staleness
         self.batches_per_epoch = batches_per_epoch
         self.max_restarts = max_restarts
+        self.env_timeout = env_timeout
         self.seed = seed
         self.threads_per_worker = threads_per_worker
         self.rank = 0
@@ -143,6 +153,7 @@ class CollectorGroup:
         self._starts = 0
         self._base_seed: int | None = None
         self._sources: dict[str, Weights | PerWorker] = {}
+        self._values: dict[str, Any] = {}
         self._pool: WorkerPool | InlinePool | None = None
         self._state = GroupState.NEW
 
@@ -169,6 +180,7 @@ class CollectorGroup:
                 self.threads_per_worker,
                 max_restarts=self.max_restarts,
                 new_seed=self._new_seed,
+                env_timeout=self.env_timeout,
             )
         else:
             self._pool = InlinePool(self.weight_sync_schemes)
@@ -201,6 +213,7 @@ class CollectorGroup:
         pool = self._running_pool()
         counter = pool.hub if isinstance(pool, WorkerPool) else pool
         counter.run, counter.version = self._run, self._version
+        counter.values = counter.next_values = self._values
         try:
             seeds = [self._seed_of(index) for index in range(max(1, self.num_workers))]
             pool.connect(self.collector, seeds, weights, self.look_around)
@@ -347,6 +360,53 @@ class CollectorGroup:
                 raise
             log.debug(f"{handle.phase} was missed by workers that are replaced: {sorted(error.failed)}")
 
+    def broadcast(self, **values: Any) -> None:
+        """Give workers schedule values (epsilon, a temperature, a level); they come into force with the next push.
+
+        Policies, environments and collectors read them in the workers, as ``lightning_weightsync.values["epsilon"]``:
+        together with the version that they came with, they change between two policy calls. Each push carries all
+        values, so replacements, new workers and evaluations have them too; what a group was given before it is
+        connected is there when its collectors are built. They are checkpointed with the group. Does not block.
+
+        Args:
+            **values: Numbers, strings, bools, None, and lists and dicts of them; each replaces the one of its name.
+
+        Raises:
+            TypeError: A value is anything else.
+            RuntimeError: The group has no ``weight_sync_schemes``, and runs: nothing is pushed.
+
+        Example::
+
+            group.broadcast(epsilon=max(0.05, 1.0 - step / 10_000))  # and with the next push every worker has it
+        """
+        given = canonical(values)
+        if self.running and not self.weight_sync_schemes:
+            raise RuntimeError("values travel with pushes, and this group has no weight_sync_schemes")
+        self._values = {**self._values, **given}
+        if self.running and self._pool is not None:
+            (self.hub or self._pool).next_values = self._values  # type: ignore[union-attr]  # a pool without a hub
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What was broadcast so far; workers have it with the next push."""
+        return dict(self._values)
+
+    def reduce(self) -> dict[str, Tensor]:
+        """Take what has added up, over all workers, in the batches that were handed over since the last call.
+
+        What collectors return from ``take_sums()`` (with ``GymCollector``, its policy's ``take_sums()``) travels with
+        each batch, and is summed: counts, sums and squares of observations, say. A batch that is lost with its worker
+        takes its sums with it; one that was too old to be handed over (``max_staleness``) does not. Does not block.
+
+        Returns:
+            Name -> sum, float64, of the shape that collectors have told. Empty if nothing came.
+
+        Example::
+
+            module.actor.norm.seen += group.reduce()["seen"]  # and it travels back with the next push, as extra state
+        """
+        return self._ledger.take_sums()
+
     def digest(self, model_id: str = "policy") -> dict[int, str]:
         """SHA-256 over each worker's live leaves, in layout order: ``worker_idx`` -> hexadecimal digits.
 
@@ -426,7 +486,7 @@ class CollectorGroup:
             )
         rollouts = self._running_pool().collect(self.look_around)
         for rollout in rollouts:
-            self._ledger.add(rollout.frames, rollout.episodes)
+            self._ledger.add(rollout.frames, rollout.episodes, rollout.sums)
         return _concatenated(rollouts)
 
     # --- evaluation ----------------------------------------------------------------------------------------------
@@ -516,13 +576,14 @@ class CollectorGroup:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: run, version, frames, seed stream, restarts, and the last episodes."""
+        """What a resumed run needs: run, version, frames, seed stream, restarts, values, and the last episodes."""
         return {
             "run": self.run,
             "version": self.version,
             "seed": self._base_seed,
             "incarnation": self.incarnation,
             "restarts": self.restarts,
+            "values": self.values,
             **self._ledger.state_dict(),
         }
 
@@ -537,12 +598,13 @@ class CollectorGroup:
         self.restore_version(int(state["run"]), int(state["version"]), int(state["incarnation"]))
         self._restarts = int(state["restarts"])
         self._base_seed = None if state["seed"] is None else int(state["seed"])
+        self._values = dict(state["values"])
         self._ledger.load_state_dict(state)
 
     @classmethod
     def is_state(cls, state: object) -> bool:
         """Whether this is what a group's ``state_dict`` returns."""
-        keys = {"run", "version", "frames", "seed", "incarnation", "restarts", "episodes"}
+        keys = {"run", "version", "frames", "seed", "incarnation", "restarts", "episodes", "values"}
         return isinstance(state, Mapping) and state.keys() == keys
 
     def restore_version(self, run: int, version: int, incarnation: int) -> None:

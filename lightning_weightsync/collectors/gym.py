@@ -7,8 +7,8 @@ environments of gymnasium make one by default), and ``next`` is never taken from
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -29,6 +29,8 @@ try:
     from gymnasium.vector.utils import iterate
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("GymCollector needs gymnasium: pip install 'lightning_weightsync[gym]'") from error
+
+from lightning_weightsync.collectors.checks import explain, find_nan, find_outside, misfit, name_of
 
 _Env: TypeAlias = "gymnasium.Env[Any, Any]"
 _RESERVED = ("next", "policy_version", "worker_idx")
@@ -51,6 +53,9 @@ class GymCollector:
 
     Each policy call holds the gate; nothing else that could wait does. Who switches weights waits for at most one batch
     with ``update_at="batch"``, for at most one policy call with ``"step"``.
+
+    What an environment raises says in its notes which environment it was, and at which action. Before a batch is
+    handed on, it is looked at for NaN in observations and rewards, and for actions outside of their space.
 
     Args:
         env: A gymnasium id, or a factory of an environment (called ``num_envs`` times, without arguments). Observation
@@ -75,7 +80,8 @@ class GymCollector:
             observation space is not an array's.
         ValueError: ``frames_per_batch`` is not a positive multiple of ``num_envs``, ``update_at`` is unknown, or
             ``env`` returns the same object twice. From the first batch on: the policy writes no ``action``, or a name
-            that belongs to the collector.
+            that belongs to the collector; an environment returns NaN, or something of another shape than it has said;
+            an action is outside of its space.
 
     Example::
 
@@ -108,9 +114,13 @@ class GymCollector:
         self.update_at = update_at
         self.gate = Gate()
         self.policy = _build_policy(policy)
-        self._envs = _build_envs(env, num_envs)
+        self._at = _At()
+        self._envs = _build_envs(env, num_envs, self._at)
+        self._names = [wrapper.title for wrapper in self._wrappers()]
         seeds = np.random.SeedSequence(seed, spawn_key=(worker_idx,)).generate_state(num_envs)
-        self._observation: npt.NDArray[Any] = self._envs.reset(seed=[int(s) for s in seeds])[0]
+        with self._explained():
+            self._observation: npt.NDArray[Any] = self._envs.reset(seed=[int(s) for s in seeds])[0]
+        self._check_nan("an observation", self._observation[:, None])
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)
         self._episodes: list[tuple[float, int]] = []
@@ -139,12 +149,25 @@ class GymCollector:
             RuntimeError: The collector is closed.
         """
         while True:
-            yield self._collect()
+            with self._explained():
+                batch = self._collect()
+            self._check_batch()
+            yield batch
+
+    def progress(self) -> tuple[int, str]:
+        """How many steps and resets environments have begun so far, and what is under way; for any thread."""
+        env = self._at.env
+        return self._at.calls, f"{env.title}, in {env.doing}()," if env is not None else "the policy"
 
     def take_episodes(self) -> list[tuple[float, int]]:
         """Return (return, length) of each episode that finished since the last call, in the order of their ends."""
         taken, self._episodes = self._episodes, []
         return taken
+
+    def take_sums(self) -> Mapping[str, Any]:
+        """What the policy has gathered since the last call, if it has ``take_sums()`` (``CollectorGroup.reduce``)."""
+        take = getattr(self.policy, "take_sums", None)
+        return take() if take is not None else {}
 
     def play_episodes(self, seeds: Sequence[int]) -> list[tuple[float, int]]:
         """Play one whole episode per seed; blocks until the last one has ended. The next batch begins new episodes.
@@ -171,7 +194,7 @@ class GymCollector:
         observation = np.zeros_like(self._observation)
         for e in range(min(self.num_envs, len(seeds))):
             playing[e], seed = waiting.popleft()
-            observation[e] = self._envs.envs[e].reset(seed=seed)[0]
+            observation[e] = self._checked(e, self._envs.envs[e].reset(seed=seed)[0])
         observation[len(playing) :] = observation[0]  # no zeros: they may not be observations
         check_draws = is_deterministic()
         while playing:
@@ -182,13 +205,13 @@ class GymCollector:
             check_draws = False
             for e, episode in list(playing.items()):
                 following, reward, terminated, truncated, _ = self._envs.envs[e].step(actions[e])
-                observation[e] = following
+                observation[e] = self._checked(e, following, reward)
                 value, length = played[episode]
                 played[episode] = value + float(reward), length + 1
                 if terminated or truncated:
                     if waiting:
                         playing[e], seed = waiting.popleft()
-                        observation[e] = self._envs.envs[e].reset(seed=seed)[0]
+                        observation[e] = self._checked(e, self._envs.envs[e].reset(seed=seed)[0])
                     else:
                         del playing[e]
         return played
@@ -243,7 +266,7 @@ class GymCollector:
     def _act(self, observation: npt.NDArray[Any], t: int) -> npt.NDArray[Any]:
         """Call the policy, keep what it writes in column ``t``, and return the actions."""
         with torch.inference_mode():
-            out = self.policy(TensorDict({"observation": torch.from_numpy(observation)}, [self.num_envs]))
+            out = self._call_policy(observation)
             if not self._written:
                 self._add_policy_columns(out)
             for key, column in self._written:
@@ -254,10 +277,67 @@ class GymCollector:
     def _choose(self, observation: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The policy's actions, nothing else that it writes."""
         with torch.inference_mode():
-            out = self.policy(TensorDict({"observation": torch.from_numpy(observation)}, [self.num_envs]))
+            out = self._call_policy(observation)
             self._check_output(out)
             action: npt.NDArray[Any] = out.get("action").cpu().numpy()
+        self._check_actions(action[:, None])
         return action
+
+    def _call_policy(self, observation: npt.NDArray[Any]) -> Any:
+        self._at.env = None
+        try:
+            return self.policy(TensorDict({"observation": torch.from_numpy(observation)}, [self.num_envs]))
+        except Exception as error:
+            # A policy that was given NaN complains of anything but that.
+            fault = find_nan("an observation", observation[:, None], self._names)
+            if fault is not None:
+                raise ValueError(fault) from error
+            raise
+
+    # --- what is wrong -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What raises because an environment has returned something of another form than it has said, says so."""
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            for wrapper in self._wrappers():
+                if (fault := wrapper.misfit()) is not None and fault != str(error):
+                    raise ValueError(fault) from error
+            raise
+
+    def _check_batch(self) -> None:
+        """Look at a whole batch before anybody sees it."""
+        self._check_nan("an observation", self._columns.observation)
+        self._check_nan("an observation", self._columns.next_observation)
+        self._check_nan("a reward", self._columns.reward)
+        self._check_actions(self._batch["action"].cpu().numpy())
+
+    def _check_actions(self, actions: npt.NDArray[Any]) -> None:
+        fault = find_outside(self._envs.single_action_space, actions, self._names)
+        if fault is not None:
+            raise ValueError(f"{fault} (policy: {type(self.policy).__name__})")
+
+    def _check_nan(self, what: str, values: npt.NDArray[Any]) -> None:
+        fault = find_nan(what, values, self._names)
+        if fault is not None:
+            raise ValueError(fault)
+
+    def _checked(self, e: int, observation: Any, reward: Any = 0.0) -> Any:
+        """What environment ``e`` has returned while it plays an episode, where there is no batch to look at."""
+        fault = self._wrappers()[e].misfit()
+        if fault is not None:
+            raise ValueError(fault)
+        values = {"an observation": np.asarray(observation), "a reward": np.asarray(reward, np.float64)}  # None is NaN
+        for what, value in values.items():
+            fault = find_nan(what, value[None, None], self._names[e : e + 1])
+            if fault is not None:
+                raise ValueError(fault)
+        return observation
+
+    def _wrappers(self) -> Sequence[_Transitions]:
+        return self._envs.envs  # type: ignore[return-value]  # as _build_envs has made them
 
     def _check_output(self, out: Any) -> None:
         if not isinstance(out, TensorDictBase) or "action" not in out:
@@ -297,21 +377,62 @@ class _EnvColumns:
     done: npt.NDArray[np.bool_]
 
 
+class _At:
+    """Which environment is at work, and how often one has begun to be; written by one thread, read by any."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.env: _Transitions | None = None
+
+
 class _Transitions(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Hands on what a batch keeps.
+    """Hands on what a batch keeps, and remembers what it needs to say who was to blame.
 
     That is no infos (the vector environment would merge them, at each step), and a final observation in memory of its
     own, because the reset that follows at once may overwrite the environment's.
     """
 
+    def __init__(self, env: _Env, index: int, at: _At) -> None:
+        super().__init__(env)
+        self.title = name_of(env, index)
+        self.doing = "reset"
+        self._at = at
+        self._returned: tuple[Any, ...] | None = None
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        return self.env.reset(seed=seed, options=options)[0], {}
+        self.doing = "reset"
+        at = self._at
+        at.env, at.calls = self, at.calls + 1
+        try:
+            observation = self.env.reset(seed=seed, options=options)[0]
+        except Exception as error:
+            explain(error, f"{self.title}, in reset()")
+            raise
+        self._returned = (observation, 0.0)
+        self.doing = "step"
+        return observation, {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, _ = self.env.step(action)
+        at = self._at
+        at.env, at.calls = self, at.calls + 1
+        try:
+            returned = self.env.step(action)
+        except Exception as error:
+            fault = find_outside(self.action_space, [[action]], [self.title])
+            explain(error, f"{self.title}, in step()" if fault is None else fault)
+            raise
+        self._returned = returned
+        observation, reward, terminated, truncated, _ = returned
         if terminated or truncated:
+            if (fault := self.misfit()) is not None:  # else it would be broadcast into the batch
+                raise ValueError(fault)
             observation = np.array(observation)
         return observation, reward, terminated, truncated, {}
+
+    def misfit(self) -> str | None:
+        """What is wrong with the form of what the environment has returned last; ``None`` if it is as it has said."""
+        fault = misfit(self.observation_space, *self._returned[:2]) if self._returned is not None else None
+        return None if fault is None else f"{self.title} {fault}"
 
 
 def _build_policy(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -338,7 +459,7 @@ def _draws_anyway(policy: nn.Module) -> str:
     )
 
 
-def _build_envs(env: str | Callable[[], _Env], num_envs: int) -> SyncVectorEnv[Any, Any]:
+def _build_envs(env: str | Callable[[], _Env], num_envs: int, at: _At) -> SyncVectorEnv[Any, Any]:
     if isinstance(env, str):
         make: Callable[[], _Env] = partial(gymnasium.make, env)
     elif callable(env):
@@ -348,7 +469,7 @@ def _build_envs(env: str | Callable[[], _Env], num_envs: int) -> SyncVectorEnv[A
     envs = [_checked_env(make()) for _ in range(num_envs)]
     if len({id(e) for e in envs}) != num_envs:
         raise ValueError("the env factory returned one environment twice: it has to make a new one at each call")
-    makers = [partial(_Transitions, e) for e in envs]
+    makers = [partial(_Transitions, e, index, at) for index, e in enumerate(envs)]
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 

@@ -18,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.context import WorkerContext
 from lightning_weightsync.collectors.member import Rollout, WorkerState
+from lightning_weightsync.collectors.schedule import serving
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.extra_state import unpack
@@ -45,6 +46,8 @@ class InlinePool:
         self.schemes = schemes
         self.run = 1
         self.version = 0
+        self.values: Mapping[str, Any] = {}
+        self.next_values: Mapping[str, Any] = {}
         self.bytes_pushed = 0
         self.bytes_saved = 0
         self._pushing = threading.Lock()
@@ -65,7 +68,9 @@ class InlinePool:
         """Build the collector and give it the current weights."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds[0])
-            self._context = WorkerContext(factory(worker_idx=0, seed=seeds[0]), 0, None)
+            with serving(lambda: self.values):
+                collector = factory(worker_idx=0, seed=seeds[0])
+            self._context = WorkerContext(collector, 0, None, self.values)
             self._random_state = torch.get_rng_state()
         for model_id, scheme in self.schemes.items():
             model = StagedModel(model_id, self._context.get_model(model_id), scheme.strategy, strict=scheme.strict)
@@ -111,15 +116,17 @@ class InlinePool:
                 self.bytes_pushed += slot.memory.numel()
             if not initial:
                 self.version += 1
-            push = Transaction(context.gate, self.run, self.version, deadline)
+            self.values = self.next_values
+            push = Transaction(context.gate, self.run, self.version, deadline, values=self.values)
             push.stage(staged)
-            push.commit()
+            with serving(lambda: context.gate.values):
+                push.commit()
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
         """One batch, made here and now."""
         context = self._built()
         self._state = WorkerState.COLLECTING
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), serving(lambda: context.gate.values):
             torch.set_rng_state(self._random_state)
             batch = context.next_batch(self._batches)
             self._random_state = torch.get_rng_state()
@@ -128,7 +135,7 @@ class InlinePool:
         self._frames += frames
         episodes = [(float(value), int(length)) for value, length in context.take_episodes()]
         assert isinstance(batch, TensorDict)
-        return [Rollout(batch, frames, episodes)]
+        return [Rollout(batch, frames, episodes, [context.take_sums()])]
 
     def beyond_repair(self, failed: Mapping[int, Exception]) -> dict[int, Exception]:
         """Nothing is repaired here."""

@@ -1,4 +1,4 @@
-"""What has a group collected so far? Frames, the last finished episodes, and the rate since somebody last asked."""
+"""What has a group collected so far? Frames, the last finished episodes, sums, and the rate since it was last asked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 EPISODE_WINDOW = 100
 
@@ -23,11 +25,26 @@ class Ledger:
         self.frames = 0
         self._episodes: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         self._asked: tuple[float, int] | None = None
+        self._sums: dict[str, Tensor] = {}
 
-    def add(self, frames: int, episodes: Iterable[tuple[float, int]]) -> None:
-        """Take in a batch: its transitions, and (return, length) of each episode that ended in it."""
+    def add(self, frames: int, episodes: Iterable[tuple[float, int]], sums: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Take in a batch: its transitions, (return, length) of each episode that ended in it, what adds up."""
         self.frames += frames
         self._episodes += episodes
+        for several in sums:
+            for name, value in several.items():
+                new = torch.tensor(value, dtype=torch.float64)
+                before = self._sums.get(name)
+                if before is not None and before.shape != new.shape:
+                    raise ValueError(
+                        f"take_sums() returned {name!r} of shape {tuple(new.shape)}; before, {tuple(before.shape)}"
+                    )
+                self._sums[name] = new if before is None else before + new
+
+    def take_sums(self) -> dict[str, Tensor]:
+        """What has added up since the last call."""
+        taken, self._sums = self._sums, {}
+        return taken
 
     def start_clock(self) -> None:
         """Measure the rate from now on."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from tensordict import TensorDict
 
 from lightning_weightsync.collectors.process import WorkerProcess
 from lightning_weightsync.collectors.rollouts import BatchReader
-from lightning_weightsync.errors import WeightSyncError, WorkerError
+from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerError
 from lightning_weightsync.transports.control import Message
 
 
@@ -25,11 +26,19 @@ class WorkerState(Enum):
 
 @dataclass
 class Rollout:
-    """One batch of one worker: views into its slot, or a copy (``owned``), and the episodes that ended in it."""
+    """One batch of one worker: views into its slot, or a copy (``owned``), and what the worker told with it.
+
+    Attributes:
+        batch: The batch.
+        frames: How many transitions it has.
+        episodes: (return, length) of those that ended in it.
+        sums: What was gathered while it was made, by name, in nested lists of numbers; several where batches went by.
+    """
 
     batch: TensorDict
     frames: int
     episodes: list[tuple[float, int]]
+    sums: list[dict[str, Any]]
     owned: bool = False
 
 
@@ -73,7 +82,16 @@ class BatchRequest:
 
 
 def reported(worker_idx: int, pid: int, message: Message) -> WeightSyncError:
-    """The exception that a worker told of before it ended: ``WorkerError`` if it is of the user's code."""
+    """The exception that a worker told of before it ended.
+
+    ``WorkerError`` if it is of the user's code, which would raise again; ``WeightSyncTimeout`` if the worker was stuck,
+    of which a replacement may be free.
+    """
+    if message.kind == "stuck":
+        return WeightSyncTimeout(
+            f"worker {worker_idx} (pid {pid}) was stuck: {message['at']} has not got on for {message['seconds']:.1f} s "
+            f"(env_timeout)\n{message['stack']}".rstrip()
+        )
     text = f"worker {worker_idx} (pid {pid}) raised in phase {message['phase']!r}: {message['message']}"
     text = f"{text}\n{message['traceback']}".rstrip()
     return WorkerError(text, remote_traceback=message["traceback"]) if message["user_code"] else WeightSyncError(text)

@@ -112,7 +112,7 @@ class WorkerPool(Fleet):
         self._frames[index] = self._frames.get(index, 0) + message["frames"]
         self.supervisor.made_batch(index)
         episodes = [(float(value), int(length)) for value, length in message["episodes"]]
-        return Rollout(worker.reader.read(message["slot"]), message["frames"], episodes)
+        return Rollout(worker.reader.read(message["slot"]), message["frames"], episodes, [message["sums"]])
 
     def digest(self, model_id: str) -> dict[int, str]:
         """SHA-256 over each worker's live leaves, in layout order; of workers that are up, or raises."""

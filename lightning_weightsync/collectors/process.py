@@ -22,7 +22,8 @@ from lightning_weightsync.transports.memory import create_memory_file
 JOB_MESSAGES: Schema = {
     # parent to worker
     "boot": {"sys_path": list, "pythonpath": str, "threads": int},
-    "build": {"worker_idx": int, "seed": int, "connect_timeout": float},  # blob: cloudpickle, over the inherited pair
+    # blob: cloudpickle, over the inherited pair; env_timeout: 0.0 for none
+    "build": {"worker_idx": int, "seed": int, "values": dict, "connect_timeout": float, "env_timeout": float},
     "connect": {},
     "collect": {"slot": int, "version": int},
     "stop": {},
@@ -30,7 +31,8 @@ JOB_MESSAGES: Schema = {
     "booted": {},
     "built": {},
     "connected": {},
-    "batch": {"slot": int, "schema": dict, "frames": int, "episodes": list},
+    "batch": {"slot": int, "schema": dict, "frames": int, "episodes": list, "sums": dict},
+    "stuck": {"seconds": float, "at": str, "stack": str},
     "error": {"phase": str, "message": str, "traceback": str, "user_code": bool},
 }
 
@@ -76,7 +78,7 @@ class WorkerProcess:
         return self._process.pid
 
     def ended(self, wait: float = 0.0) -> str | None:
-        """How the process ended ("exit code 3", "killed by SIGKILL"), or ``None`` while it runs.
+        """How the process ended ("exit code 3", "killed by SIGTERM"), or ``None`` while it runs.
 
         Args:
             wait: Seconds to wait for its end.
@@ -89,6 +91,8 @@ class WorkerProcess:
             return None
         if code >= 0:
             return f"exit code {code}"
+        if -code == signal.SIGKILL:
+            return "killed by SIGKILL (is the machine out of memory?)"
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
         return f"killed by signal {-code}"

@@ -176,10 +176,12 @@ class Supervisor:
         self.ended.setdefault(worker_idx, cause)
 
     def _too_often(self, worker_idx: int, record: _Record) -> Exception:
-        causes = "; ".join(f"{count}) {why}" for count, (_, why) in enumerate(record.deaths, 1))
+        lines = [str(why).partition("\n") for _, why in record.deaths]
+        causes = "; ".join(f"{count}) {line}" for count, (line, _, _) in enumerate(lines, 1))
+        last_stack = lines[-1][2]
         return WorkerDied(
             f"worker {worker_idx} was lost {len(record.deaths)} times within {WINDOW / 60:.0f} minutes, and is "
-            f"restarted at most {self.max_restarts} times (max_restarts): {causes}"
+            f"restarted at most {self.max_restarts} times (max_restarts): {causes}\n{last_stack}".rstrip()
         )
 
 

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -60,13 +61,15 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
     """Build, connect, collect; what raises is told to the parent. Returns the exit code."""
     from lightning_weightsync.collectors.context import WorkerContext
     from lightning_weightsync.collectors.rollouts import BatchWriter
+    from lightning_weightsync.collectors.schedule import serve_process
 
     phase = "build"
     context: WorkerContext | None = None
     try:
         factory, schemes, info = _unpack(job)
+        serve_process(lambda: context.gate.values if context is not None else job["values"])
         collector = factory(worker_idx=job["worker_idx"], seed=job["seed"])
-        context = WorkerContext(collector, job["worker_idx"], info)
+        context = WorkerContext(collector, job["worker_idx"], info, job["values"])
         jobs.send("built")
         phase = "connect"
         if inbox.get().kind != "connect":
@@ -75,26 +78,51 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
             context.connect(schemes, job["connect_timeout"])
         jobs.send("connected")
         phase = "collect"
+        watch = _watch(jobs, collector, job["env_timeout"])
         writer = BatchWriter(memory_fd)
         batches: Iterator[TensorDictBase] = iter(collector)
-        while (job := inbox.get()).kind == "collect":
-            context.gate.wait_for_version(job["version"], NEW_WEIGHTS_WAIT)  # a push may be on its way here
-            batch = context.next_batch(batches)
-            schema = writer.write(job["slot"], batch)
-            jobs.send("batch", slot=job["slot"], schema=schema, frames=batch.numel(), episodes=context.take_episodes())
+        while (request := inbox.get()).kind == "collect":
+            context.gate.wait_for_version(request["version"], NEW_WEIGHTS_WAIT)  # a push may be on its way here
+            with watch:
+                batch = context.next_batch(batches)
+            schema = writer.write(request["slot"], batch)
+            jobs.send(
+                "batch",
+                slot=request["slot"],
+                schema=schema,
+                frames=batch.numel(),
+                episodes=context.take_episodes(),
+                sums=context.take_sums(),
+            )
         phase = "close"
         collector.close()
     except ChannelClosed:
         return 1
     except Exception as error:
         text = "".join(traceback.format_exception(error))
-        message = f"{type(error).__name__}: {error}"
+        message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         jobs.send("error", phase=phase, message=message, traceback=text, user_code=not _is_ours(error, phase))
         return 1
     finally:
         if context is not None:
             context.end()
     return 0
+
+
+def _watch(jobs: ControlChannel, collector: Collector, env_timeout: float) -> AbstractContextManager[None]:
+    """What each batch is made in: one that is stuck is told of, and is the end of this process."""
+    from lightning_weightsync.collectors.watch import Watch
+
+    def stuck(seconds: float, at: str, stack: str) -> None:
+        with contextlib.suppress(ChannelClosed):
+            jobs.send("stuck", seconds=seconds, at=at, stack=stack)
+        _die_with_children()  # the thread that is stuck cannot be ended otherwise
+
+    if not env_timeout:
+        return contextlib.nullcontext()
+    watch = Watch(collector, env_timeout, stuck)
+    watch.start()
+    return watch
 
 
 def _is_ours(error: Exception, phase: str) -> bool:

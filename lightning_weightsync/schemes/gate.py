@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_weightsync.errors import WeightSyncTimeout
 
@@ -34,6 +35,7 @@ class Gate:
     Attributes:
         run: The run of the weights in force.
         version: The version of the weights in force. Stable for as long as the calling thread holds the gate.
+        values: The schedule values that came with it (``CollectorGroup.broadcast``); as stable.
 
     Example:
         >>> gate = Gate()
@@ -44,6 +46,7 @@ class Gate:
     def __init__(self) -> None:
         self.run = 0
         self.version = 0
+        self.values: Mapping[str, Any] = {}
         self._changed = threading.Condition(threading.Lock())
         self._readers: dict[int, _Reader] = {}
         self._writer: int | None = None

@@ -100,6 +100,7 @@ def push_models(
                             failed[index] = error
             if not initial:
                 hub.version += 1
+            hub.values = hub.next_values
             reachable = {index: several for index, several in payloads.items() if index not in failed}
             remaining = max(0.001, timeout - (time.monotonic() - started))
             handle = hub.push(

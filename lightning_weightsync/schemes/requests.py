@@ -168,7 +168,7 @@ class Requests:
     def _push(self, channel: ControlChannel, message: Message) -> None:
         run, version = message["run"], message["version"]
         deadline = time.monotonic() + message["budget"]
-        push = Transaction(self._gate, run, version, deadline, origin=self._link)
+        push = Transaction(self._gate, run, version, deadline, origin=self._link, values=message["values"])
         try:
             # Taken in even if it is going to be refused: the next receive would get these bytes otherwise.
             staged, extras = self._stage(message, deadline)

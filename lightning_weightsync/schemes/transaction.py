@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from lightning_weightsync.errors import StaleVersionError, WeightSyncTimeout
@@ -69,13 +70,23 @@ class Transaction:
         version: Version of the push.
         deadline: On the monotonic clock, in seconds; nothing is applied after it.
         origin: The link that the push came over; ``None`` where it comes from this process.
+        values: The schedule values that come into force with it.
     """
 
-    def __init__(self, gate: Gate, run: int, version: int, deadline: float, origin: Origin | None = None) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        run: int,
+        version: int,
+        deadline: float,
+        origin: Origin | None = None,
+        values: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.staged: Sequence[Staged] = ()
         self.run = run
         self.version = version
         self.deadline = deadline
+        self.values = values
         self.state = TransactionState.ANNOUNCED
         self.error: BaseException | None = None
         self.digests: dict[str, str] = {}
@@ -131,6 +142,7 @@ class Transaction:
 
     def _switch(self) -> None:
         before = [(holder.run, holder.version) for holder in self._holders]
+        values_before = self._gate.values
         touched: list[StagedModel] = []
         try:
             for one in self.staged:
@@ -140,6 +152,7 @@ class Transaction:
                     self.digests[one.model.model_id] = one.model.digest_of_applied(one.slot)
             for holder in self._holders:
                 holder.run, holder.version = self.run, self.version
+            self._gate.values = self.values
             for model in touched:
                 for hook in model.applied_hooks:
                     hook(model.target, self.version)
@@ -150,6 +163,7 @@ class Transaction:
                 model.roll_back()
             for holder, (run, version) in zip(self._holders, before, strict=True):
                 holder.run, holder.version = run, version
+            self._gate.values = values_before
             raise
         for model in touched:
             model.keep()

@@ -56,7 +56,7 @@ LINK_MESSAGES: Schema = {
     "open": {"model_id": str, "budget": float},
     "opening": {"model_id": str},
     "meet": {"model_id": str, "values": dict},
-    "push": {"run": int, "version": int, "models": list, "budget": float, "initial": bool},
+    "push": {"run": int, "version": int, "models": list, "values": dict, "budget": float, "initial": bool},
     "applied": {"run": int, "version": int, "digests": dict},
     "failed": {"run": int, "version": int, "reason": str, "message": str, "traceback": str},
     "slot": {"model_id": str, "index": int, "nbytes": int},  # with one descriptor

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_weightsync.errors import (
     WeightSyncError,
@@ -68,6 +68,8 @@ class LinkHub:
     Attributes:
         run: Grows with every start of a sender.
         version: Of the newest push.
+        values: Schedule values that came into force with it; every push carries all of them. Replaced, never changed.
+        next_values: Those that come into force with the next one.
         bytes_pushed: Bytes of weights that were handed to transports so far, over all workers.
         bytes_saved: Bytes that were neither copied nor sent because they had not changed (``only_changed``).
         pushing: Held while a version is taken, snapshot and put into the queues: pushes have one order.
@@ -90,6 +92,8 @@ class LinkHub:
         self.links: dict[int, WorkerLink] = {}
         self.run = 1
         self.version = 0
+        self.values: Mapping[str, Any] = {}
+        self.next_values: Mapping[str, Any] = {}
         self.bytes_pushed = 0
         self.bytes_saved = 0
         self.pushing = threading.RLock()
@@ -257,7 +261,7 @@ class LinkHub:
         phase = f"push of version {version} of {', '.join(map(repr, names))}"
         handle = PushHandle(self.run, version, self.dispatcher, phase)
         deadline = time.monotonic() + timeout
-        announcement = Announcement(self.run, version, initial, deadline, timeout)
+        announcement = Announcement(self.run, version, self.values, initial, deadline, timeout)
         for index, several in payloads.items():
             link = (self.links if links is None else links).get(index)
             if link is None or link.state is not LinkState.OPEN:

@@ -118,8 +118,10 @@ class PushHandle:
 class Announcement:
     """The ``push`` message, encoded once for all workers that get the same tickets at about the same time."""
 
-    def __init__(self, run: int, version: int, initial: bool, deadline: float, timeout: float) -> None:
-        self._fields: dict[str, Any] = {"run": run, "version": version, "initial": initial}
+    def __init__(
+        self, run: int, version: int, values: Mapping[str, Any], initial: bool, deadline: float, timeout: float
+    ) -> None:
+        self._fields: dict[str, Any] = {"run": run, "version": version, "values": dict(values), "initial": initial}
         self._deadline = deadline
         # The worker gives up a little sooner than we do, so that it is the one who tells why.
         self._margin = min(0.5, 0.1 * timeout)

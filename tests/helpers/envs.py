@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -66,3 +67,38 @@ class CountingEnv(gymnasium.Env):
     def _observe(self) -> np.ndarray:
         self._observation[:2] = self.episode, self.count
         return self._observation if self.reuse_memory else self._observation.copy()
+
+
+class Distorted(gymnasium.Wrapper):
+    """In step ``at`` (from 1, over its life), what a ``CountingEnv`` returns is what ``distort`` makes of it."""
+
+    def __init__(self, distort: Callable[[np.ndarray, float], tuple[Any, Any]], at: int = 2) -> None:
+        super().__init__(CountingEnv())
+        self.distort, self.at, self.steps = distort, at, 0
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        self.steps += 1
+        if self.steps == self.at:
+            observation, reward = self.distort(observation, reward)
+        return (observation, reward, *rest)
+
+
+def nan_observation(observation: np.ndarray, reward: float) -> tuple[Any, Any]:
+    return np.array([observation[0], np.nan, observation[2]], np.float32), reward
+
+
+def short_observation(observation: np.ndarray, reward: float) -> tuple[Any, Any]:
+    return observation[:1], reward
+
+
+def nan_reward(observation: np.ndarray, reward: float) -> tuple[Any, Any]:
+    return observation, float("nan")
+
+
+def no_reward(observation: np.ndarray, reward: float) -> tuple[Any, Any]:
+    return observation, None
+
+
+def two_rewards(observation: np.ndarray, reward: float) -> tuple[Any, Any]:
+    return observation, np.array([reward, reward])

@@ -23,7 +23,7 @@ class LengthBySeed(gymnasium.Env):
     The observation is ``[length, steps]``; the reward of a step is the action plus a quarter.
     """
 
-    action_space = Discrete(1000)
+    action_space = Discrete(1001, start=-1)
     observation_space = Box(0, 10, (2,), np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:

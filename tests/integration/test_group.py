@@ -4,6 +4,8 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -450,6 +452,74 @@ def test_a_worker_imports_neither_lightning_nor_hydra_and_is_no_rank_of_the_trai
     assert not batch["default_group"].any()
     assert batch["threads"].tolist() == [1]
     assert not torch.distributed.is_initialized()
+
+
+SCRIPT = """
+from functools import partial
+
+import torch
+from torch import nn
+
+from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme
+from tests.helpers.collectors import gym_collector
+from tests.helpers.policies import Policy
+
+class Mine(Policy):
+    pass
+
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+policy = Mine(1)
+policy.logits(torch.rand(8, 3)).sum().backward()  # starts threads that a fork would lose
+schemes = {"policy": DistributedWeightSyncScheme()}
+with CollectorGroup(partial(gym_collector, policy=Mine), 2, weight_sync_schemes=schemes) as group:
+    group.update_policy_weights_(policy)
+    print(next(iter(group))["policy_version"].unique().tolist(), "once")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["file", "-c"])
+def test_a_script_needs_no_main_guard_and_runs_once(no_leftovers, tmp_path, how):
+    """Workers do not import it again; its classes and functions come along all the same."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    arguments = [str(script)] if how == "file" else ["-c", SCRIPT]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, *arguments], env=environment, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[0] once\n"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class TrainsItself(Stream):
+    """Fits something in a Trainer of its own before it collects, as a model of the world may be."""
+
+    def __init__(self, *, worker_idx, seed):
+        super().__init__(worker_idx=worker_idx, seed=seed)
+        import lightning.pytorch as pl
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        self.trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        self.trainer.fit(BoringModel())
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch.set("world", torch.full((4,), self.trainer.world_size))
+
+
+@pytest.mark.slow
+def test_a_trainer_inside_a_worker_takes_itself_for_no_rank(no_leftovers, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "3")
+    with group_of(1, TrainsItself) as group:
+        group.update_policy_weights_(Policy(1))
+        assert take(group)[0]["world"].tolist() == [1] * 4
 
 
 def test_workers_differ_from_each_other_and_a_run_can_be_repeated():

@@ -38,7 +38,7 @@ class Exchange:
 
     def errand(self, link=0, number=1, *, seconds=20.0, settled=None, replaces=None):
         def request(link):
-            link.channel.send("push", run=1, version=number, models=[], budget=1.0, initial=False)
+            link.channel.send("push", run=1, version=number, models=[], values={}, budget=1.0, initial=False)
 
         errand = Errand(
             self.links[link],
@@ -547,7 +547,7 @@ def test_an_answer_that_is_not_the_one_that_is_due_costs_the_link(exchange):
 def test_a_request_that_no_socket_holds_keeps_nobody_else_waiting(exchange):
     there = exchange(2, heartbeat_timeout=0.5)
     big = there.errand(0, 1)
-    fields = {"run": 1, "version": 1, "models": [], "budget": 1.0, "initial": False}
+    fields = {"run": 1, "version": 1, "models": [], "values": {}, "budget": 1.0, "initial": False}
     big.request = lambda link: link.channel.send("push", bytes(30_000_000), **fields)
     small = there.errand(1, 2)
     there.submit(big, small)
@@ -564,7 +564,7 @@ def test_a_request_that_no_socket_holds_keeps_nobody_else_waiting(exchange):
 def test_a_request_that_no_socket_holds_arrives_as_it_is_read(exchange):
     there = exchange()
     errand = there.errand()
-    fields = {"run": 1, "version": 1, "models": [], "budget": 1.0, "initial": False}
+    fields = {"run": 1, "version": 1, "models": [], "values": {}, "budget": 1.0, "initial": False}
     errand.request = lambda link: link.channel.send("push", b"x" * 30_000_000, **fields)
     there.submit(errand)
     waiting = Call(there.dispatcher.wait, [errand])

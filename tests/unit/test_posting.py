@@ -10,7 +10,7 @@ from lightning_weightsync.transports.posting import PostingChannel
 from tests.helpers.sockets import num_descriptors, socket_pair
 from tests.helpers.threads import Call, soon
 
-PUSH = {"run": 1, "models": [], "budget": 1.0, "initial": False}
+PUSH = {"run": 1, "models": [], "values": {}, "budget": 1.0, "initial": False}
 
 
 @pytest.fixture(params=["unix", "tcp"])

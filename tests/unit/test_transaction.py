@@ -163,6 +163,29 @@ def test_the_version_is_given_to_the_gate_and_to_the_origin_together(gate):
     assert (link.run, link.version) == (3, 7)
 
 
+def test_values_come_into_force_with_the_weights_and_hooks_see_them_or_not_at_all(gate):
+    gate.values = before = {"level": 1}
+    model, seen = destination(), []
+    for fails in (True, False):
+        push = Transaction(gate, 3, 7, soon(), values={"level": 2})
+        push.stage([model.fill()])
+
+        def hook(target, version, fails=fails):
+            seen.append((version, gate.values))
+            if fails:
+                raise ZeroDivisionError
+
+        model.applied_hooks[:] = [hook]
+        assert gate.values is before
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                push.commit()
+        else:
+            push.commit()
+    assert seen == [(7, {"level": 2})] * 2
+    assert (gate.version, gate.values) == (7, {"level": 2})
+
+
 def test_committing_twice_switches_once(gate):
     model = destination()
     push = staged_push(gate, model)
