@@ -50,6 +50,9 @@ class Pixels(gymnasium.Env[npt.NDArray[np.uint8], np.int64]):
         return np.full((84, 84, 4), self._steps, np.uint8)
 
 
+gymnasium.register("Pixels-v0", "benchmarks.acting:Pixels")
+
+
 class PixelNet(nn.Module):
     """Logits of four actions; bytes become numbers only here."""
 
@@ -113,15 +116,20 @@ class Task:
 
     Attributes:
         name: As in the tables.
-        env: A factory of one environment.
+        env_id: Of its environment.
         net: A factory of the network.
         frames: Transitions per batch, after each of which weights are pushed.
     """
 
     name: str
-    env: Callable[[], gymnasium.Env[Any, Any]]
+    env_id: str
     net: Callable[[], nn.Module]
     frames: int
+
+    @property
+    def env(self) -> Callable[[], gymnasium.Env[Any, Any]]:
+        """A factory of one environment."""
+        return partial(gymnasium.make, self.env_id)
 
     @property
     def policies(self) -> dict[str, Callable[[], nn.Module]]:
@@ -133,5 +141,5 @@ class Task:
         return SyncVectorEnv([self.env] * NUM_ENVS, autoreset_mode=AutoresetMode(autoreset_mode))
 
 
-CARTPOLE = Task("CartPole", partial(gymnasium.make, "CartPole-v1"), cartpole_net, 2048)
-PIXELS = Task("84x84x4 bytes", Pixels, PixelNet, 512)
+CARTPOLE = Task("CartPole", "CartPole-v1", cartpole_net, 2048)
+PIXELS = Task("84x84x4 bytes", "benchmarks.acting:Pixels-v0", PixelNet, 512)  # with the module that registers it

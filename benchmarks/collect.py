@@ -75,11 +75,9 @@ def engines_of(task: Task, workers: int) -> list[Callable[[], Engine]]:
     for mode, sync in MODES.items():
         for policy in task.policies:
             makers.append(partial(Ours, f"ours, {policy}, {mode}", task, policy, workers, sync=sync))
-        if task is CARTPOLE:
-            env = partial(own_vector_env, "CartPole-v1")
-            makers.append(partial(Peer, f"TorchRL, own env, {mode}", task, workers, sync=sync, env=env))
-        env = partial(wrapped_vector_env, task)
-        makers.append(partial(Peer, f"TorchRL, fastest env, {mode}", task, workers, sync=sync, env=env))
+        for name, env in (("own", own_vector_env), ("fastest", wrapped_vector_env)):
+            peer = partial(Peer, f"TorchRL, {name} env, {mode}", task, workers, sync=sync, env=partial(env, task))
+            makers.append(peer)
     makers.append(partial(Bare, "hand-written loop", task, workers, sample))
     makers.append(partial(Bare, "the same, Categorical", task, workers, sample_by_distribution))
     return makers
@@ -113,11 +111,9 @@ def show_rates(task: Task, result: Comparison) -> list[str]:
 
 
 def _asked(task: Task, policy: str, peer: str, ratio: float) -> str:
-    if task is PIXELS:
-        return verdict(ratio, PIXELS_FASTER_THAN_PEER, at_least=True)
-    if peer == "TorchRL, own env":
-        return verdict(ratio, FASTER_THAN_PEER[policy], at_least=True)
-    return f"{ratio:.2f}"
+    if peer != "TorchRL, own env":
+        return f"{ratio:.2f}"
+    return verdict(ratio, PIXELS_FASTER_THAN_PEER if task is PIXELS else FASTER_THAN_PEER[policy], at_least=True)
 
 
 def copies(task: Task, options: argparse.Namespace) -> Comparison:

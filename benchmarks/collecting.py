@@ -135,11 +135,11 @@ class Peer:
         self._collector.shutdown()
 
 
-def own_vector_env(env_id: str) -> Any:
+def own_vector_env(task: Task) -> Any:
     """TorchRL's vector environment of ``NUM_ENVS``; it is gymnasium's ``AsyncVectorEnv``, with a process for each."""
     from torchrl.envs import GymEnv
 
-    return GymEnv(env_id, num_envs=NUM_ENVS, categorical_action_encoding=True)
+    return GymEnv(task.env_id, num_envs=NUM_ENVS, categorical_action_encoding=True)
 
 
 def wrapped_vector_env(task: Task) -> Any:
@@ -236,12 +236,12 @@ def _steps(task: Task, sampler: Sampler, seed: int) -> Iterator[None]:
 
 
 def timed(batch: Callable[[], None], seconds: float, before: int = 0) -> float:
-    """Milliseconds per call of ``batch``, over at least so many seconds; ``before`` calls are not counted."""
+    """Milliseconds per call of ``batch``, over so many seconds or more; ``before`` calls are not counted, more are."""
     for _ in range(before):
         batch()
     started = time.perf_counter()
     count = 0
-    while count == 0 or time.perf_counter() - started < seconds:
+    while count <= before or time.perf_counter() - started < seconds:
         batch()
         count += 1
     return 1e3 * (time.perf_counter() - started) / count

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_weightsync.collectors.feed import Feed
 from lightning_weightsync.collectors.member import Member, Rollout, WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
+from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.collectors.rollouts import NUM_SLOTS
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.transports.pushing import raise_failures
@@ -51,6 +52,7 @@ class AheadPool(WorkerPool):
         self._known: dict[int, tuple[int, Member]] = {}  # number -> index and process, as long as it has batches
         self._indices: dict[int, int] = {}  # number -> index
         self._episodes: list[tuple[float, int]] = []
+        self._memory = BatchMemory()
         super().__init__(num_workers, schemes, threads_per_worker, max_restarts=max_restarts, new_seed=new_seed)
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
@@ -79,7 +81,7 @@ class AheadPool(WorkerPool):
                 break
             look_around()
             self._wait_for_mail(member for _, member in self._known.values())
-        batch = self._known[ready.worker][1].reader.read(ready.slot).clone()
+        batch = self._memory.concatenated([self._known[ready.worker][1].reader.read(ready.slot)])
         self._feed.hand_over(ready, version)
         self._ask(version, waiting=False)
         episodes, self._episodes = self._episodes, []
