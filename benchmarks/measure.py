@@ -70,7 +70,11 @@ class Comparison:
 
 
 def interleave(
-    comparison: Comparison, actions: Sequence[Callable[[], Sample]], pairs: int, pids: Sequence[int]
+    comparison: Comparison,
+    actions: Sequence[Callable[[], Sample]],
+    pairs: int,
+    pids: Sequence[int],
+    warm_up: int = WARM_UP,
 ) -> Comparison:
     """Take ``pairs`` samples of each action, in turn; each round starts with the next one.
 
@@ -79,8 +83,9 @@ def interleave(
         actions: Each takes one sample.
         pairs: How many rounds are counted.
         pids: Processes that must be quiet before each sample.
+        warm_up: How many rounds are not counted.
     """
-    for turn in range(-WARM_UP, pairs):
+    for turn in range(-warm_up, pairs):
         _progress(f"{comparison.what}, {comparison.kind}: {max(0, turn)} of {pairs}")
         for position in range(len(actions)):
             settle(pids)

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_weightsync.collectors.feed import Feed
 from lightning_weightsync.collectors.member import Member, Rollout, WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
+from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.collectors.rollouts import NUM_SLOTS
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.transports.pushing import raise_failures
@@ -54,6 +55,7 @@ class AheadPool(WorkerPool):
         self._indices: dict[int, int] = {}  # number -> index
         self._episodes: list[tuple[float, int]] = []
         self._sums: list[dict[str, Any]] = []
+        self._memory = BatchMemory()
         super().__init__(
             num_workers,
             schemes,
@@ -89,7 +91,7 @@ class AheadPool(WorkerPool):
                 break
             look_around()
             self._wait_for_mail(member for _, member in self._known.values())
-        batch = self._known[ready.worker][1].reader.read(ready.slot).clone()
+        batch = self._memory.concatenated([self._known[ready.worker][1].reader.read(ready.slot)])
         self._feed.hand_over(ready, version)
         self._ask(version, waiting=False)
         episodes, self._episodes = self._episodes, []

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import Env
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space
+from gymnasium.vector import VectorEnv
 
 _Array = npt.NDArray[Any]
 _ROUNDING = 1e-5
 """How far beyond a bound an action may be, relative to the bound: a squashed one is rounded."""
 
 
-def name_of(env: Env[Any, Any], index: int) -> str:
+def name_of(env: Env[Any, Any] | VectorEnv[Any, Any, Any], index: int) -> str:
     """How an environment is called in messages: ``environment 3 (CartPole-v1)``."""
     return f"environment {index} ({env.spec.id if env.spec is not None else type(env.unwrapped).__name__})"
 
@@ -29,7 +30,7 @@ def explain(error: BaseException, note: str) -> None:
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # before Python 3.11, a worker's error alone shows it
 
 
-def misfit(space: Space[Any], observation: Any, reward: Any) -> str | None:
+def misfit(space: Space[Any] | None, observation: Any, reward: Any) -> str | None:
     """What is wrong with the form of what one environment has returned; ``None`` if it fits."""
     if isinstance(space, Box | Discrete | MultiBinary | MultiDiscrete) and np.shape(observation) != space.shape:
         return f"returned an observation of shape {np.shape(observation)}, and its space {space} has {space.shape}"

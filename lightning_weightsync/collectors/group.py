@@ -23,8 +23,9 @@ from lightning_weightsync.collectors.ahead import AheadPool
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.ledger import Ledger
-from lightning_weightsync.collectors.member import Rollout, WorkerState
+from lightning_weightsync.collectors.member import WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
+from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.collectors.schedule import canonical
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
@@ -146,6 +147,7 @@ class CollectorGroup:
         self.weights_getter: Callable[[], Mapping[str, Weights | PerWorker]] | None = None
         self._evaluations: list[Evaluation] = []
         self._ledger = Ledger()
+        self._memory = BatchMemory()
         self._run = 1
         self._version = 0
         self._incarnation = 0
@@ -487,7 +489,9 @@ class CollectorGroup:
         rollouts = self._running_pool().collect(self.look_around)
         for rollout in rollouts:
             self._ledger.add(rollout.frames, rollout.episodes, rollout.sums)
-        return _concatenated(rollouts)
+        if rollouts[0].owned:
+            return rollouts[0].batch
+        return self._memory.concatenated([rollout.batch for rollout in rollouts])  # the slots are free again
 
     # --- evaluation ----------------------------------------------------------------------------------------------
 
@@ -703,15 +707,6 @@ class CollectorGroup:
         """Of a replacement: a seed that no worker of this index has had. Called by one thread at a time."""
         self._incarnation += 1
         return self._seed_of(worker_idx)
-
-
-def _concatenated(rollouts: Sequence[Rollout]) -> TensorDict:
-    """The workers' batches in memory of the trainer's own; the slots are free again."""
-    batches = [rollout.batch for rollout in rollouts]
-    if len(batches) == 1:
-        return batches[0] if rollouts[0].owned else batches[0].clone()
-    batch: TensorDict = torch.cat(batches, dim=0)
-    return batch
 
 
 def _nothing() -> None:

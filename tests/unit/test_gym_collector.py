@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Dict, Text
 from tensordict import TensorDict
 from torch import nn
 
@@ -297,6 +298,10 @@ def test_global_random_streams_are_left_alone():
     assert (np.random.get_state()[1] == numpy_state).all()
 
 
+class Chatting(CountingEnv):
+    observation_space = Dict(said=Text(9))
+
+
 # --- construction, end -----------------------------------------------------------------------------------------------
 
 
@@ -319,7 +324,7 @@ def test_it_is_a_collector_whose_policy_is_in_eval_mode():
         ({"env": CountingEnv()}, TypeError, "factory of an environment, not CountingEnv"),
         ({"env": lambda: "CartPole-v1"}, TypeError, "must return a gymnasium.Env, not str"),
         ({"env": partial(next, repeat(CountingEnv()))}, ValueError, "returned one environment twice"),
-        ({"env": partial(gymnasium.make, "Blackjack-v1")}, TypeError, "Tuple.*FlattenObservation"),
+        ({"env": Chatting}, TypeError, "observation space Dict.*Text.*FlattenObservation"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_the_way_out(change, error, message):

@@ -1,0 +1,239 @@
+"""How many frames do collectors make per second? Ours, TorchRL's and a loop written by hand, in turn in one run.
+
+    python -m benchmarks.collect                     # some five minutes on two cores
+    python -m benchmarks.collect --quick             # does it run? (the figures mean little)
+    python -m benchmarks.collect --only cartpole --rounds 9 --json collect.json
+
+Parts: ``cartpole`` and ``pixels`` (frames per second), ``copies`` (what a batch costs the trainer), ``start`` (how long
+until a worker is ready). Weights are pushed after each batch; the trainer does nothing else, so the collectors are what
+is measured. Figures are medians. Two forms of one policy act:
+
+    probabilistic   tensordict's ProbabilisticTensorDictSequential, as TorchRL's users write it
+    hand-written    a module that maps a TensorDict, and samples without a distribution object
+
+TorchRL (optional) collects with the former, in two kinds of vector environment: its own (``GymEnv(id, num_envs=8)``:
+gymnasium's AsyncVectorEnv), and the fastest one that we found (a SyncVectorEnv that TorchRL resets). The hand-written
+loop has the same network and a SyncVectorEnv, and nothing else: no TensorDict, no shared memory, no pushes, no trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.acting import CARTPOLE, NUM_ENVS, PIXELS, Task, sample, sample_by_distribution
+from benchmarks.collecting import Bare, Engine, Ours, Peer, own_vector_env, wrapped_vector_env
+from benchmarks.measure import Comparison, interleave
+from benchmarks.receivers import settle
+from benchmarks.table import machine, table, verdict
+from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, GymCollector
+
+PARTS = ("cartpole", "pixels", "copies", "start")
+MODES = {"sync": True, "async": False}
+FASTER_THAN_PEER = {"probabilistic": 8.0, "hand-written": 18.0}
+OF_BARE = 0.7
+PIXELS_FASTER_THAN_PEER = 3.0
+COPIES = 1.3
+SECONDS_LATER = 0.7
+_BARE_INTERPRETER = "import torch, tensordict, gymnasium; print('ready', flush=True); input()"
+
+
+def frames_per_second(task: Task, makers: Sequence[Callable[[], Engine]], options: argparse.Namespace) -> Comparison:
+    """All engines, up at once, in turn."""
+    result = Comparison("collectors", task.name, 0, 0, options.workers)
+    with ExitStack() as stack:
+        engines: list[Engine] = []
+        for make in makers:
+            try:
+                engines.append(stack.enter_context(closing(make())))
+            except ModuleNotFoundError as error:
+                result.notes.append(f"{error}")
+        pids = [pid for engine in engines for pid in engine.pids()]
+        turns = [partial(engine.turn, options.seconds) for engine in engines]
+        return interleave(result, turns, options.rounds, pids, warm_up=1)
+
+
+def engines_of(task: Task, workers: int) -> list[Callable[[], Engine]]:
+    """What is compared with this task."""
+    makers: list[Callable[[], Engine]] = []
+    for mode, sync in MODES.items():
+        for policy in task.policies:
+            makers.append(partial(Ours, f"ours, {policy}, {mode}", task, policy, workers, sync=sync))
+        for name, env in (("own", own_vector_env), ("fastest", wrapped_vector_env)):
+            peer = partial(Peer, f"TorchRL, {name} env, {mode}", task, workers, sync=sync, env=partial(env, task))
+            makers.append(peer)
+    makers.append(partial(Bare, "hand-written loop", task, workers, sample))
+    makers.append(partial(Bare, "the same, Categorical", task, workers, sample_by_distribution))
+    return makers
+
+
+def show_rates(task: Task, result: Comparison) -> list[str]:
+    """A table, and how the figures stand to what is asked."""
+
+    def rate(name: str) -> float | None:
+        milliseconds = result.median(name)
+        return None if milliseconds is None else 1e3 * task.frames / milliseconds
+
+    peers = ["TorchRL, own env", "TorchRL, fastest env"]
+    rows: list[list[object]] = [
+        [name, *[rate(f"{name}, {mode}") for mode in MODES]]
+        for name in [f"ours, {policy}" for policy in task.policies] + peers
+    ]
+    rows += [[name, rate(name), rate(name)] for name in ("hand-written loop", "the same, Categorical")]
+    lines = [table([f"{task.name}, frames/s", *MODES], [row for row in rows if row[1] is not None]), ""]
+    for policy in task.policies:
+        for mode in MODES:
+            ours = f"ours, {policy}, {mode}"
+            for peer in peers:
+                ratio = result.ratio(f"{peer}, {mode}", ours)
+                if ratio is not None:
+                    lines.append(f"{ours}, to {peer}: {_asked(task, policy, peer, ratio)}")
+            bare = "hand-written loop" if policy == "hand-written" else "the same, Categorical"
+            share = result.ratio(bare, ours)
+            lines.append(f"{ours}, to {bare!r}: {verdict(share, OF_BARE, at_least=True)}")
+    return [*lines, *result.notes]
+
+
+def _asked(task: Task, policy: str, peer: str, ratio: float) -> str:
+    if peer != "TorchRL, own env":
+        return f"{ratio:.2f}"
+    return verdict(ratio, PIXELS_FASTER_THAN_PEER if task is PIXELS else FASTER_THAN_PEER[policy], at_least=True)
+
+
+def copies(task: Task, options: argparse.Namespace) -> Comparison:
+    """What the trainer pays for a batch that is ready, beside copies of the same bytes to new and to old memory."""
+    factory = partial(
+        GymCollector, task.env, task.policies["hand-written"], num_envs=NUM_ENVS, frames_per_batch=task.frames
+    )
+    group = CollectorGroup(
+        factory, options.workers, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}, sync=False, seed=1
+    )
+    with group:
+        group.update_policy_weights_(task.policies["hand-written"]())
+        batches = iter(group)
+        source, target = next(batches), next(batches)
+        leaves = list(source.values(include_nested=True, leaves_only=True))
+        result = Comparison("copies", task.name, sum(leaf.nbytes for leaf in leaves), len(leaves), options.workers)
+
+        def timed(name: str, action: Callable[[], object]) -> Callable[[], dict[str, float]]:
+            def run() -> dict[str, float]:
+                started = time.perf_counter()
+                kept = action()
+                seconds = time.perf_counter() - started
+                del kept
+                return {name: 1e3 * seconds}
+
+            return run
+
+        actions = [
+            timed("a batch", lambda: next(batches)),
+            timed("copy to new memory", source.clone),
+            timed("copy to old memory", lambda: target.update_(source)),
+        ]
+        pids = [stat["pid"] for stat in group.stats().values()]
+        return interleave(result, actions, 4 * options.rounds, pids, warm_up=4)
+
+
+def start(options: argparse.Namespace) -> Comparison:
+    """How long until a worker is ready, and until a bare interpreter has imported, both started together; in ms."""
+    result = Comparison("start", "CartPole", 0, 0, 1)
+    policy = CARTPOLE.policies["hand-written"]
+    factory = partial(GymCollector, CARTPOLE.env, policy, num_envs=NUM_ENVS, frames_per_batch=1024)
+    for turn in range(-1, options.rounds):
+        settle([])
+        group = CollectorGroup(factory, 1, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}, seed=1)
+        ready: list[float] = []
+        started = time.perf_counter()
+        bare = subprocess.Popen(
+            [sys.executable, "-c", _BARE_INTERPRETER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+        def wait(process: subprocess.Popen[str] = bare, ready: list[float] = ready, since: float = started) -> None:
+            assert process.stdout is not None
+            process.stdout.readline()
+            ready.append(time.perf_counter() - since)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        try:
+            group.start({"policy": policy()})
+            worker = time.perf_counter() - started
+            waiting.join()
+        finally:
+            group.shutdown()
+            bare.communicate("\n")
+        if turn >= 0:
+            for name, seconds in (("worker", worker), ("imports alone", ready[0]), ("later", worker - ready[0])):
+                result.samples.setdefault(name, []).append(1e3 * seconds)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write what was asked for; returns the exit code."""
+    warnings.filterwarnings("ignore", module="torchrl")
+    os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")  # TorchRL's, which it tells on standard output
+    options = _options(arguments)
+    report: dict[str, Any] = {"machine": machine(), "options": {k: str(v) for k, v in vars(options).items()}}
+    print(f"{report['machine']}\n", flush=True)
+    for task, part in ((CARTPOLE, "cartpole"), (PIXELS, "pixels")):
+        if part in options.only:
+            result = frames_per_second(task, engines_of(task, options.workers), options)
+            print("\n".join(show_rates(task, result)) + "\n", flush=True)
+            report[part] = result.as_json()
+    if "copies" in options.only:
+        result = copies(PIXELS, options)
+        rows = [[name, result.median(name), result.ratio(name, "copy to new memory")] for name in result.samples]
+        print(table([f"{result.nbytes / 1e6:.1f} MB, ms", "median", "copies"], rows))
+        print(f"\na batch, in copies: {verdict(result.ratio('a batch', 'copy to new memory'), COPIES)}\n", flush=True)
+        report["copies"] = result.as_json()
+    if "start" in options.only:
+        result = start(options)
+        rows = [[name, statistics.median(values) / 1e3] for name, values in result.samples.items()]
+        print(table(["ready after, s", "median"], rows))
+        print(f"\nlater than imports alone, s: {verdict(float(rows[2][1]), SECONDS_LATER)}")  # type: ignore[arg-type]
+        report["start"] = result.as_json()
+    report["load_at_end"] = machine()["load"]
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.collect", description="Measure collectors.")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
+    parser.add_argument("--rounds", type=int, default=None, help="turns of each engine (7)")
+    parser.add_argument("--seconds", type=float, default=None, help="length of a turn (2)")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path, default=None, help="write all samples to this file")
+    parser.add_argument("--quick", action="store_true", help="2 turns of half a second")
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (2 if options.quick else 7)
+    options.seconds = options.seconds or (0.5 if options.quick else 2.0)
+    if options.workers < 1 or CARTPOLE.frames % (options.workers * NUM_ENVS):
+        parser.error(f"--workers: {CARTPOLE.frames} frames are to be shared by them")
+    return options
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    torch.set_num_threads(2)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
