@@ -13,6 +13,7 @@ from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.receiver import ReceiverLink
 from lightning_weightsync.schemes.requests import Requests
 from lightning_weightsync.schemes.staging import StagedModel
+from lightning_weightsync.schemes.transaction import Transaction
 from lightning_weightsync.transports.control import ControlChannel
 from lightning_weightsync.transports.delivery import Dispatcher, Errand
 from lightning_weightsync.transports.link import WorkerLink
@@ -92,6 +93,16 @@ def switch_does_not_wait_for_readers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gate, "alone", alone)
 
 
+def values_come_before_the_weights(patch: pytest.MonkeyPatch) -> None:
+    stage = Transaction.stage
+
+    def stage_and_serve(self: Transaction, staged: Any) -> None:
+        stage(self, staged)
+        self._gate.values = self.values
+
+    patch.setattr(Transaction, "stage", stage_and_serve)
+
+
 def newer_push_of_another_model_takes_the_place(patch: pytest.MonkeyPatch) -> None:
     def takes_place_of(self: Delivery, older: Errand) -> bool:
         return bool(getattr(older.request, "__self__", self)._replaceable)
@@ -122,6 +133,7 @@ MUTANTS = [
     answer_comes_before_the_switch,
     failed_push_is_not_rolled_back,
     switch_does_not_wait_for_readers,
+    values_come_before_the_weights,
     newer_push_of_another_model_takes_the_place,
     queued_push_has_no_deadline,
     silent_worker_is_waited_for,

@@ -41,6 +41,7 @@ def observe(world: World, worker: SimulatedWorker) -> None:
         _take_in(world, worker)
     if says[1] >= 0:
         assert (worker.gate.run, worker.gate.version) == says, "the gate tells another version than the link"
+        assert worker.gate.values == worker.schedule, "the values in force came with another version"
     for model_id, net in worker.nets.items():
         if model_id not in worker.scribbled:
             value = net.value()
@@ -65,6 +66,7 @@ def _take_in(world: World, worker: SimulatedWorker) -> None:
     push = candidates[-1]
     assert not worker.fenced, f"a worker that was given up has applied {says}"
     assert push.serial not in worker.forbidden, f"{says} was reported as failed, and is applied later"
+    worker.schedule = push.schedule
     worker.in_force = says
     worker.applied.add(push.serial)
     worker.scribbled -= set(push.values)

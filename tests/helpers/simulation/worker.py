@@ -61,6 +61,7 @@ class SimulatedWorker:
         harmed: Something was done to its connection, so that its sender may well find it gone.
         in_force: (run, version) that it said it holds, when it was last looked at.
         holds: Value of each model that it must hold.
+        schedule: The values that must be in force in it.
         applied: Serials of the pushes that it has applied.
         forbidden: Serials of the pushes that were reported as failed for it before it had applied them.
         fenced: The sender has given it up.
@@ -79,6 +80,7 @@ class SimulatedWorker:
         self.stopped = self.dead = self.harmed = self.fenced = False
         self.in_force = (-1, -1)
         self.holds = dict.fromkeys(MODELS, UNWRITTEN)
+        self.schedule: dict[str, Any] = {}
         self.applied: set[int] = set()
         self.forbidden: set[int] = set()
         self.scribbled: set[str] = set()

@@ -38,13 +38,14 @@ CONNECT_SECONDS = 60.0
 
 @dataclass
 class Pushed:
-    """A push that was put on its way: to which processes, and what each leaf of its models holds after it."""
+    """A push that was put on its way: to which processes, what each leaf of its models holds after it, and values."""
 
     serial: int
     handle: PushHandle
     values: dict[str, int]
     targets: dict[int, SimulatedWorker]
     deadline: float
+    schedule: dict[str, Any]
     latest_wins: bool = False
 
     @property
@@ -322,7 +323,8 @@ class World:
         by_link = {id(worker.link): worker for worker in self.workers}
         given = self.hub.links if links is None else links
         targets = {index: by_link[id(given[index])] for index in payloads if index in given}
-        self.pushed.append(Pushed(len(self.pushed), handle, values, targets, deadline))
+        self.pushed.append(Pushed(len(self.pushed), handle, values, targets, deadline, dict(self.hub.values)))
+        self.hub.next_values = {"pushes before": len(self.pushed)}
         return handle
 
     def _push_by_another_thread(self) -> None:
