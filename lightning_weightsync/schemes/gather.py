@@ -78,7 +78,7 @@ class Gather:
             return
         self._copy_by_torch(slot)
         start = slot.memory.data_ptr()
-        _move([(start + leaf.offset, tensor.data_ptr(), leaf.nbytes) for leaf, tensor in self._moved])
+        move([(start + leaf.offset, tensor.data_ptr(), leaf.nbytes) for leaf, tensor in self._moved])
 
     def copy_changed_to(self, slot: Slot) -> int:
         """Copy the values of now where the slot holds others; returns how many bytes were there already.
@@ -114,7 +114,7 @@ class Gather:
         run.clear()
 
 
-def _move(copies: Sequence[tuple[int, int, int]]) -> None:
+def move(copies: Sequence[tuple[int, int, int]]) -> None:
     """Copy ``nbytes`` from one address to another, for each (target, source, nbytes), where it is much with a helper.
 
     The two take pieces from one heap: a helper that gets no core holds up one piece, and not all of them.
