@@ -17,8 +17,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict
 from torch import Tensor
+
+from lightning_weightsync.schemes.gather import move
 
 SMALL = 1 << 18
 """Bytes below which a column comes from torch's allocator, which reuses memory of that size by itself."""
@@ -42,11 +44,23 @@ class BatchMemory:
             RuntimeError: They differ in more than the size of dimension 0.
         """
         first = batches[0]
+        if any(_columns(batch) != _columns(first) for batch in batches[1:]):
+            raise RuntimeError(f"the workers' batches have different columns: {[_columns(batch) for batch in batches]}")
         rows = sum(batch.shape[0] for batch in batches)
         made: TensorDict = first.apply(
             lambda leaf: self._empty((rows, *leaf.shape[1:]), leaf.dtype), batch_size=[rows, *first.shape[1:]]
         )
-        torch.cat(list(batches), dim=0, out=made)
+        moves: list[tuple[int, int, int]] = []
+        for key, target in made.items(include_nested=True, leaves_only=True):
+            parts = [batch.get(key) for batch in batches]
+            if target.nbytes < SMALL or not all(part.is_contiguous() and part.is_cpu for part in parts):
+                torch.cat(parts, dim=0, out=target)
+                continue
+            place = target.data_ptr()
+            for part in parts:
+                moves.append((place, part.data_ptr(), part.nbytes))
+                place += part.nbytes
+        move(moves)
         return made
 
     def __reduce__(self) -> tuple[type[BatchMemory], tuple[()]]:
@@ -65,3 +79,8 @@ class BatchMemory:
         lease = memory[:]
         weakref.finalize(lease, unused.append, memory).atexit = False
         return torch.from_numpy(lease).view(dtype).view(shape)
+
+
+def _columns(batch: TensorDict) -> dict[NestedKey, tuple[torch.Size, torch.dtype]]:
+    leaves = batch.items(include_nested=True, leaves_only=True)
+    return {key: (leaf.shape[1:], leaf.dtype) for key, leaf in leaves}

@@ -80,7 +80,7 @@ class Gather:
             return
         self._copy_by_torch(slot)
         start = slot.memory.data_ptr()
-        _move([(start + leaf.offset, tensor.data_ptr(), leaf.nbytes) for leaf, tensor in self._moved])
+        move([(start + leaf.offset, tensor.data_ptr(), leaf.nbytes) for leaf, tensor in self._moved])
 
     def copy_in_order_to(self, slot: Slot) -> Iterator[int]:
         """The same, into a slot on the CPU, from its first byte to its last; yields up to where it has come.
@@ -132,7 +132,7 @@ class Gather:
         run.clear()
 
 
-def _move(copies: Sequence[tuple[int, int, int]]) -> None:
+def move(copies: Sequence[tuple[int, int, int]]) -> None:
     """Copy ``nbytes`` from one address to another, for each (target, source, nbytes), where it is much with a helper.
 
     The two take pieces from one heap: a helper that gets no core holds up one piece, and not all of them.
