@@ -26,8 +26,8 @@ def mlp(inputs: int, outputs: int, hidden: int) -> nn.Sequential:
 class Actor(nn.Module):
     """A stochastic policy over actions in ``[-limit, limit]``: a Gaussian, squashed by tanh.
 
-    Called with a ``TensorDict`` it adds ``action``: a sample, or the mode under ``set_interaction_type(DETERMINISTIC)``,
-    as in an evaluation.
+    Called with a ``TensorDict`` it adds ``action``: a sample, or the mode under
+    ``set_interaction_type(DETERMINISTIC)``, as in an evaluation.
     """
 
     def __init__(
