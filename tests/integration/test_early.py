@@ -23,6 +23,7 @@ time.sleep(60)
 def test_a_group_takes_them_and_their_order_is_that_of_its_workers(capfd):
     with nothing_left(capfd) as processes:
         start_workers_early(1)
+        assert wait_until(lambda: len(processes()) == 1, 5)  # its environment shows only when it has begun
         (first,) = processes()
         with CollectorGroup(gym_collector, 2, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}) as group:
             assert len(processes()) == 2
@@ -36,13 +37,14 @@ def test_a_group_takes_them_and_their_order_is_that_of_its_workers(capfd):
 def test_what_does_not_fit_is_ended(capfd, monkeypatch):
     with nothing_left(capfd) as processes:
         start_workers_early(2)
+        assert wait_until(lambda: len(processes()) == 2, 5)
         before = processes()
         monkeypatch.setattr(sys, "path", [*sys.path, "/elsewhere"])
         process = early.start_worker(0, 1)
-        assert processes() == [process.pid] and process.pid not in before
+        assert wait_until(lambda: processes() == [process.pid], 5) and process.pid not in before
         start_workers_early(1, threads_per_worker=2)
         another = early.start_worker(1, 1)
-        assert sorted(processes()) == sorted([process.pid, another.pid])
+        assert wait_until(lambda: processes() == sorted([process.pid, another.pid]), 5)
         for started in (process, another):
             started.reap(0.0)
 
@@ -54,7 +56,7 @@ def test_they_start_before_torch_is_imported_and_end_with_their_parent():
     )
     try:
         assert parent.stdout.readline() == b"[]\n"
-        assert len(processes_with(marker)) == 3
+        assert wait_until(lambda: len(processes_with(marker)) == 3, 5)
         parent.send_signal(signal.SIGKILL)
         assert wait_until(lambda: not processes_with(marker), 5), processes_with(marker)
     finally:
