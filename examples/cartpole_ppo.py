@@ -7,6 +7,24 @@ Run it from the root of the repository: ``python -m examples.cartpole_ppo``. The
 from __future__ import annotations
 
 import argparse
+
+from lightning_weightsync import start_workers_early
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--num-workers", type=int, default=2, help="collector processes; 0 collects in this one")
+    parser.add_argument("--ahead", action="store_true", help="collect while learning: batches may be one version old")
+    parser.add_argument("--max-epochs", type=int, default=50, help="epochs of two batches")
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="write a checkpoint after each epoch, last.ckpt")
+    parser.add_argument("--resume", metavar="FILE", help="go on from a checkpoint")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # workers, too, need seconds for what is imported below: both at the same time
+    start_workers_early(arguments().num_workers)
+
 import sys
 import time
 from collections.abc import Iterator
@@ -61,13 +79,13 @@ class PPO(LightningModule):
 
     def __init__(
         self,
-        lr: float = 4e-3,
+        lr: float = 6e-3,
         lr_floor: float = 0.1,
         lr_decay_batches: int = 50,
         gamma: float = 0.99,
         gae_lambda: float = 0.9,
         clip: float = 0.2,
-        epochs: int = 8,
+        epochs: int = 6,
         minibatch_size: int = 512,
         max_grad_norm: float = 0.5,
     ) -> None:
@@ -154,20 +172,17 @@ def ppo_loss(actor: Actor, critic: Critic, data: Rollout, clip: float) -> Tensor
 
 def main() -> int:
     """Train until the mean return of the last 100 episodes is 475; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--num-workers", type=int, default=2, help="collector processes; 0 collects in this one")
-    parser.add_argument("--max-epochs", type=int, default=50, help="epochs of two batches")
-    parser.add_argument("--checkpoints", metavar="FOLDER", help="write a checkpoint after each epoch, last.ckpt")
-    parser.add_argument("--resume", metavar="FILE", help="go on from a checkpoint")
-    args = parser.parse_args()
-
+    args = arguments()
     started = time.monotonic()
     seed_everything(args.seed, verbose=False)
+    share = 1 if args.ahead else max(1, args.num_workers)  # of a batch: all workers make one together, or each its own
+    num_envs = 16 // share
     group = CollectorGroup(
-        partial(GymCollector, "CartPole-v1", Actor, num_envs=8, frames_per_batch=1024),
+        partial(GymCollector, "CartPole-v1", Actor, num_envs=num_envs, frames_per_batch=128 * num_envs),
         num_workers=args.num_workers,
         weight_sync_schemes={"policy": DistributedWeightSyncScheme()},
+        sync=not args.ahead,
+        max_staleness=1 if args.ahead else None,
         batches_per_epoch=2,
         seed=args.seed,
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_weightsync.callback import UpdateWeights
     from lightning_weightsync.collectors.base import Collector
+    from lightning_weightsync.collectors.early import start_workers_early
     from lightning_weightsync.collectors.group import CollectorGroup
     from lightning_weightsync.collectors.gym import GymCollector
     from lightning_weightsync.collectors.schedule import values
@@ -48,6 +49,7 @@ __all__ = [
     "WorkerDied",
     "WorkerError",
     "__version__",
+    "start_workers_early",
     "values",
 ]
 
@@ -67,6 +69,7 @@ _MODULE_OF = {
     "WeightSyncTimeout": "errors",
     "WorkerDied": "errors",
     "WorkerError": "errors",
+    "start_workers_early": "collectors.early",
     "values": "collectors.schedule",
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from lightning_weightsync.collectors.early import start_worker
 from lightning_weightsync.collectors.process import WorkerProcess
 from lightning_weightsync.collectors.rollouts import BatchReader
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerError
@@ -55,7 +56,7 @@ class Member:
     @classmethod
     def start(cls, worker_idx: int, threads: int) -> Member:
         """Start an interpreter; it imports while the caller goes on."""
-        process = WorkerProcess(worker_idx, threads)
+        process = start_worker(worker_idx, threads)
         return cls(process, BatchReader(process.memory))
 
     def take(self, kind: str) -> Message | None:

@@ -9,9 +9,10 @@ import ctypes
 import mmap
 import os
 import tempfile
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -51,6 +52,8 @@ def map_memory(descriptor: int, nbytes: int) -> Tensor:
 
     The file is grown to that size if it is smaller. The mapping lasts as long as the tensor.
     """
+    import torch  # not above: a worker process is started without it
+
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if os.fstat(descriptor).st_size < nbytes:
