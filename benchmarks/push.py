@@ -227,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     report["load_at_end"] = machine()["load"]
     if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 

@@ -284,6 +284,7 @@ def test_nothing_that_comes_from_a_socket_is_unpickled():
                 safe = "weights_only=True" in map(ast.unparse, node.keywords)
                 kinds.add((path.relative_to(package).as_posix(), ast.unparse(node.func), safe))
     assert kinds == {
+        ("collectors/schedule.py", "json.loads", False),
         ("collectors/worker.py", "cloudpickle.loads", False),
         ("schemes/extra_state.py", "torch.load", True),
         ("transports/control.py", "json.loads", False),

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError
+from lightning_weightsync.transports.process_group import PIECE
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings
 from tests.helpers.schemes import (
@@ -152,7 +153,7 @@ def test_a_receive_that_blocks(connect, who):
 def test_a_receiver_in_the_middle_of_a_transfer(connect, monkeypatch, sync):
     connected = connect(small(), sync=sync, timeout=3600)
     process = connected.processes[0]
-    monkeypatch.setattr(connected.scheme.sender_transports[0], "send", lambda worker_idx, slot: {})
+    monkeypatch.setattr(connected.scheme.sender_transports[0], "send", lambda worker_idx, slot: {"piece": PIECE})
     receive = process.begin(schemes.receive, None) if sync else None
     send = Waiter(connected.scheme.send)
     send.assert_waiting()
