@@ -215,11 +215,13 @@ class Requests:
         start = 0
         for entry in message["models"]:
             model = self._model_of(entry)
-            slot = self._transports[model.model_id].stage(entry.get("ticket", {}), model.layout.nbytes, deadline)
-            staged.append((model, slot))
             end = start + int(entry.get("extra", 0))
             extras.append(message.blob[start:end])
-            start = end
+            ticket, nbytes, start = entry.get("ticket", {}), model.layout.nbytes, end
+            if "inline" in ticket:
+                start = end + nbytes
+                ticket = {**ticket, "inline": message.blob[end:start]}
+            staged.append((model, self._transports[model.model_id].stage(ticket, nbytes, deadline)))
         return staged, extras
 
     def _model_of(self, entry: object) -> StagedModel:

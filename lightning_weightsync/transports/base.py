@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 Ticket = Mapping[str, Any]
 """What the announcement of a transfer must tell the receiver, besides the slot's size: plain JSON.
 
-``nbytes`` is how many bytes move, where these are not all; everything else is specific to the transport.
+``nbytes`` is how many bytes move, where these are not all. ``inline``: the slot's bytes follow in the announcement
+itself, after the model's extra state; ``stage`` finds them in its place. Everything else is specific to the transport.
 """
 
 

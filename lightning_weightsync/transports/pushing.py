@@ -116,7 +116,7 @@ class PushHandle:
 
 
 class Announcement:
-    """The ``push`` message, encoded once for all workers that get the same tickets at about the same time."""
+    """The ``push`` message, encoded once for all workers that get the same at about the same time."""
 
     def __init__(
         self, run: int, version: int, values: Mapping[str, Any], initial: bool, deadline: float, timeout: float
@@ -125,15 +125,15 @@ class Announcement:
         self._deadline = deadline
         # The worker gives up a little sooner than we do, so that it is the one who tells why.
         self._margin = min(0.5, 0.1 * timeout)
-        self._cached: tuple[float, list[dict[str, Any]], bytes] | None = None
+        self._cached: tuple[float, tuple[list[dict[str, Any]], bytes], bytes] | None = None
 
     def send(self, link: WorkerLink, models: list[dict[str, Any]], blob: bytes) -> None:
         """Announce the push to one worker."""
         now = time.monotonic()
-        if self._cached is None or self._cached[1] != models or now - self._cached[0] > 0.01:
+        if self._cached is None or self._cached[1] != (models, blob) or now - self._cached[0] > 0.01:
             budget = float(max(0.0, self._deadline - self._margin - now))
             frame = link.channel.encode("push", blob, models=models, budget=budget, **self._fields)
-            self._cached = (now, models, frame)
+            self._cached = (now, (models, blob), frame)
         link.channel.send_frame(self._cached[2], deadline=self._deadline)
 
 
@@ -177,16 +177,19 @@ class Delivery:
 
     def _send(self, link: WorkerLink) -> None:
         self._sent = True
-        models = []
+        models, parts = [], []
         for payload in self._payloads:
             ticket = payload.transport.send(link.worker_idx, payload.slot)
             entry = {"model_id": payload.model_id, "ticket": dict(ticket), "extra": len(payload.extra)}
             if payload.slot.digest is not None:
                 entry["verify"] = True
             models.append(entry)
+            parts.append(payload.extra)
+            if "inline" in ticket:
+                parts.append(_bytes_of(payload.slot))
             moved = ticket.get("nbytes", payload.pool.nbytes)
             self._count_bytes(moved, payload.pool.nbytes - moved)
-        self._announcement.send(link, models, b"".join(payload.extra for payload in self._payloads))
+        self._announcement.send(link, models, b"".join(parts))
 
     def _check(self, reply: Message) -> None:
         """Answers come in the order of the requests: one that is late, or early, would be taken for all that follow."""
@@ -249,6 +252,10 @@ def raise_failures(failed: Mapping[int, Exception], phase: str) -> None:
     """Raise what the failures of several workers have in common; nothing if there are none."""
     if failed:
         raise failure(failed, phase)
+
+
+def _bytes_of(slot: Slot) -> bytes:
+    return slot.memory.numpy().tobytes()
 
 
 def _reported(link: WorkerLink, phase: str, reply: Message) -> Exception:

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lightning_weightsync.transports import process_group
 from tests.helpers.holdings import holdings, leftovers
 from tests.helpers.receivers import ReceiverPool
 from tests.helpers.schemes import Connector
@@ -33,11 +34,15 @@ def receivers(receiver_pool: ReceiverPool) -> Iterator[ReceiverPool]:
 
 
 @pytest.fixture(params=["shared_memory", "network"])
-def connect(receivers: ReceiverPool, request: pytest.FixtureRequest) -> Iterator[Connector]:
+def connect(
+    receivers: ReceiverPool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Connector]:
     """Makes connected schemes: the sender here, the receivers in processes of their own. Shuts the senders down.
 
-    Each test runs over both transports, unless it says otherwise (``over_network``, ``over_shared_memory``).
+    Each test runs over both transports, unless it says otherwise (``over_network``, ``over_shared_memory``). However
+    small a model is, it travels over the pair group (``test_scheme_inline`` has those that do not).
     """
+    monkeypatch.setattr(process_group, "INLINE", 0)
     connector = Connector(receivers, request.param)
     yield connector
     connector.close()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_weightsync.transports import process_group
 from tests.property.machine import Protocol, ProtocolOverNetwork, run
 
 MACHINES = [pytest.param(Protocol, id="shared slots"), pytest.param(ProtocolOverNetwork, id="network")]
@@ -10,6 +11,11 @@ MACHINES = [pytest.param(Protocol, id="shared slots"), pytest.param(ProtocolOver
 @pytest.mark.parametrize("machine", MACHINES)
 def test_no_order_of_events_breaks_a_promise(machine):
     run(machine, examples=30, steps=30)
+
+
+def test_no_order_of_events_breaks_a_promise_of_small_models(monkeypatch):
+    monkeypatch.setattr(process_group, "INLINE", 64 << 10)
+    run(ProtocolOverNetwork, examples=20, steps=30)
 
 
 @pytest.mark.slow
