@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_weightsync.schemes import receiver
+from lightning_weightsync.schemes import requests
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.receiver import ReceiverLink
 from lightning_weightsync.schemes.requests import Requests
@@ -59,7 +59,7 @@ def push_is_applied_although_it_was_given_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def older_version_is_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(receiver, "check_newer", lambda *args, **kwargs: None)
+    patch.setattr(requests, "check_newer", lambda *args, **kwargs: None)
 
 
 class _Mute:
