@@ -30,6 +30,12 @@ def explain(error: BaseException, note: str) -> None:
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # before Python 3.11, a worker's error alone shows it
 
 
+def raise_fault(fault: str | None) -> None:
+    """Raise ``ValueError`` if there is a fault."""
+    if fault is not None:
+        raise ValueError(fault)
+
+
 def misfit(space: Space[Any] | None, observation: Any, reward: Any) -> str | None:
     """What is wrong with the form of what one environment has returned; ``None`` if it fits."""
     if isinstance(space, Box | Discrete | MultiBinary | MultiDiscrete) and np.shape(observation) != space.shape:

@@ -30,9 +30,9 @@ def start_workers_early(num_workers: int, threads_per_worker: int = 1) -> None:
         num_workers: How many.
         threads_per_worker: Cap on each one's compute threads.
     """
-    _waiting.extend(
-        (_conditions(threads_per_worker), WorkerProcess(-1, threads_per_worker)) for _ in range(num_workers)
-    )
+    started = [(_conditions(threads_per_worker), WorkerProcess(-1, threads_per_worker)) for _ in range(num_workers)]
+    with _lock:
+        _waiting.extend(started)
 
 
 def start_worker(worker_idx: int, threads: int) -> WorkerProcess:

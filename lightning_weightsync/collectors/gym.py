@@ -23,7 +23,7 @@ from lightning_weightsync.schemes.gate import Gate
 try:
     from gymnasium.vector import VectorEnv
 
-    from lightning_weightsync.collectors.checks import find_nan, find_outside
+    from lightning_weightsync.collectors.checks import find_nan, find_outside, raise_fault
     from lightning_weightsync.collectors.gym_envs import Arrays, Env, Flags, Leaf, build_envs
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("GymCollector needs gymnasium: pip install 'lightning_weightsync[gym]'") from error
@@ -122,7 +122,7 @@ class GymCollector:
         self._envs = build_envs(env, num_envs)
         seeds = np.random.SeedSequence(seed, spawn_key=(worker_idx,)).generate_state(num_envs)
         self._observation = self._envs.reset([int(s) for s in seeds])
-        _raise(self._nan_in(self._observation))
+        raise_fault(self._nan_in(self._observation))
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)
         self._episodes: list[tuple[float, int]] = []
@@ -305,8 +305,8 @@ class GymCollector:
         """Look at these rows of a whole batch before anybody sees it."""
         columns, names = self._columns, self._envs.names
         for column in (*columns.observation, *columns.following):
-            _raise(find_nan("an observation", column[:, :rows], names))
-        _raise(find_nan("a reward", columns.reward[:, :rows], names))
+            raise_fault(find_nan("an observation", column[:, :rows], names))
+        raise_fault(find_nan("a reward", columns.reward[:, :rows], names))
         self._check_actions([self._batch[key].cpu().numpy()[:, :rows] for key in self._action_keys])
 
     def _check_actions(self, actions: Arrays) -> None:
@@ -366,11 +366,6 @@ class _EnvColumns:
     truncated: Flags
     done: Flags
     real: Flags
-
-
-def _raise(fault: str | None) -> None:
-    if fault is not None:
-        raise ValueError(fault)
 
 
 def _build_policy(factory: Callable[[], nn.Module]) -> nn.Module:

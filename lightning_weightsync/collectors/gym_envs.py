@@ -21,7 +21,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sp
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from lightning_weightsync.collectors.checks import explain, find_nan, find_outside, misfit, name_of
+from lightning_weightsync.collectors.checks import explain, find_nan, find_outside, misfit, name_of, raise_fault
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
 Arrays: TypeAlias = "list[npt.NDArray[Any]]"
@@ -279,8 +279,10 @@ class SeparateEnvs:
             fault = misfit(leaf.space, leaf.of(observation), reward)
             if fault is not None:
                 raise ValueError(f"{self.names[e]} {fault}")
-            _raise(find_nan("an observation", np.asarray(leaf.of(observation))[None, None], self.names[e : e + 1]))
-        _raise(find_nan("a reward", np.asarray(reward, np.float64).reshape(1, 1), self.names[e : e + 1]))  # None is NaN
+            raise_fault(find_nan("an observation", np.asarray(leaf.of(observation))[None, None], self.names[e : e + 1]))
+        raise_fault(
+            find_nan("a reward", np.asarray(reward, np.float64).reshape(1, 1), self.names[e : e + 1])
+        )  # None is NaN
         return observation
 
     def _each(self, actions: Arrays) -> Iterator[Any]:
@@ -359,8 +361,8 @@ class VectorEnvs:
             while playing.any():
                 step = self.step(choose(observation))
                 for array in step.following:
-                    _raise(find_nan("an observation", array[:, None], self.names))
-                _raise(find_nan("a reward", step.reward[:, None], self.names))
+                    raise_fault(find_nan("an observation", array[:, None], self.names))
+                raise_fault(find_nan("a reward", step.reward[:, None], self.names))
                 returns[playing] += step.reward[playing]
                 lengths[playing] += 1
                 playing &= ~(step.terminated | step.truncated)
@@ -430,11 +432,6 @@ def tree_of(space: Space[Any], arrays: Iterator[Any]) -> Any:
     if isinstance(space, Tuple):
         return tuple(tree_of(part, arrays) for part in space.spaces)
     return next(arrays)
-
-
-def _raise(fault: str | None) -> None:
-    if fault is not None:
-        raise ValueError(fault)
 
 
 def _checked(leaf: Leaf, array: npt.NDArray[Any], num_envs: int) -> npt.NDArray[Any]:

@@ -44,8 +44,9 @@ class BatchMemory:
             RuntimeError: They differ in more than the size of dimension 0.
         """
         first = batches[0]
-        if any(_columns(batch) != _columns(first) for batch in batches[1:]):
-            raise RuntimeError(f"the workers' batches have different columns: {[_columns(batch) for batch in batches]}")
+        columns = [_columns(batch) for batch in batches]
+        if any(others != columns[0] for others in columns[1:]):
+            raise RuntimeError(f"the workers' batches have different columns: {columns}")
         rows = sum(batch.shape[0] for batch in batches)
         made: TensorDict = first.apply(
             lambda leaf: self._empty((rows, *leaf.shape[1:]), leaf.dtype), batch_size=[rows, *first.shape[1:]]

@@ -113,9 +113,8 @@ class Gather:
         return saved
 
     def _copy_by_torch(self, slot: Slot) -> None:
-        with torch.inference_mode():
-            for run in self._runs:
-                torch.cat(run.parts, out=slot.memory[run.start : run.end])
+        for run in self._runs:
+            _join(run, slot)
         write([slot.views[at] for _, at, _ in self._others], [tensor for *_, tensor in self._others])
 
     def _end(self, run: list[tuple[Leaf, Tensor]]) -> None:
@@ -137,11 +136,7 @@ def move(copies: Sequence[tuple[int, int, int]]) -> None:
 
     The two take pieces from one heap: a helper that gets no core holds up one piece, and not all of them.
     """
-    pieces = deque(
-        (target + done, source + done, min(_PIECE, nbytes - done))
-        for target, source, nbytes in copies
-        for done in range(0, nbytes, _PIECE)
-    )
+    pieces = deque(piece for copy in copies for piece in _pieces_of(*copy))
 
     def work() -> None:
         with contextlib.suppress(IndexError):  # nothing is left
@@ -157,18 +152,25 @@ def move(copies: Sequence[tuple[int, int, int]]) -> None:
     helper.join()
 
 
-def _join_piece(run: _Run, slot: Slot) -> Iterator[int]:
+def _pieces_of(target: int, source: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    for done in range(0, nbytes, _PIECE):
+        yield target + done, source + done, min(_PIECE, nbytes - done)
+
+
+def _join(run: _Run, slot: Slot) -> None:
     with torch.inference_mode():
         torch.cat(run.parts, out=slot.memory[run.start : run.end])
+
+
+def _join_piece(run: _Run, slot: Slot) -> Iterator[int]:
+    _join(run, slot)
     yield run.end
 
 
 def _move_pieces(leaf: Leaf, tensor: Tensor, base: int) -> Iterator[int]:
-    source, target = tensor.data_ptr(), base + leaf.offset
-    for done in range(0, leaf.nbytes, _PIECE):
-        size = min(_PIECE, leaf.nbytes - done)
-        ctypes.memmove(target + done, source + done, size)
-        yield leaf.offset + done + size
+    for target, source, size in _pieces_of(base + leaf.offset, tensor.data_ptr(), leaf.nbytes):
+        ctypes.memmove(target, source, size)
+        yield target + size - base
 
 
 def _write_one(view: Tensor, tensor: Tensor) -> Iterator[int]:

@@ -140,12 +140,14 @@ class ProcessGroupSender(_Pair):
         if 0 < nbytes <= INLINE and slot.memory.is_cpu and self._pool is None:
             self.check_open()
             return {"inline": True}
-        ticket: Ticket = {"piece": PIECE}
-        self._due = deque(_pieces(nbytes, PIECE))
+        ticket: Ticket
         if self._pool is not None and self._applied is not None:
             ranges = self._pool.changes(slot, since=self._applied)
             ticket = {"changed": ranges, "nbytes": sum(end - start for start, end in ranges)}
-            self._due = deque(ranges)
+        else:
+            ranges = _pieces(nbytes, PIECE)
+            ticket = {"piece": PIECE}
+        self._due = deque(ranges)
         # The work object does not keep the tensor alive in every release: hold the slot here until it has left.
         self._slot = slot
         self._sending = []
@@ -211,20 +213,24 @@ class ProcessGroupReceiver(_Pair):
     def stage(self, ticket: Ticket, nbytes: int, deadline: float) -> SlotMemory:
         """Receive into the slot that is not in force; see ``ReceiverTransport``."""
         everything = [(0, nbytes)] if nbytes else []
-        expected = _checked(ticket["changed"], nbytes) if "changed" in ticket else None
-        inline = ticket.get("inline")
-        whole = [] if inline is not None else _pieces(nbytes, ticket.get("piece")) if expected is None else expected
+        inline, changed = ticket.get("inline"), None
+        if inline is not None:
+            due: Ranges = []
+        elif "changed" in ticket:
+            due = changed = _checked(ticket["changed"], nbytes)
+        else:
+            due = _pieces(nbytes, ticket.get("piece"))
         staged = self._staged
         if staged is None:
             staged = self._staged = self._new_slot(nbytes)
             self._behind = None
-        if expected is not None:
+        if changed is not None:
             if self._current is None:
                 raise TransferFailed("changes were sent, and there is nothing here that they could be changes of")
             for start, end in everything if self._behind is None else self._behind:
                 staged.memory[start:end].copy_(self._current.memory[start:end])
-        self._behind = expected
-        for work in [self.start("recv", staged.memory[start:end]) for start, end in whole]:
+        self._behind = changed
+        for work in [self.start("recv", staged.memory[start:end]) for start, end in due]:
             self.wait(work, deadline)
         if inline is not None:
             if len(inline) != nbytes:
