@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,8 +104,9 @@ class Gate:
         with self._changed:
             return me in self._readers or self._writer == me
 
-    @contextmanager
-    def alone(self, deadline: float | None = None, check: Callable[[], None] | None = None) -> Iterator[None]:
+    def alone(
+        self, deadline: float | None = None, check: Callable[[], None] | None = None
+    ) -> AbstractContextManager[None]:
         """Hold the gate alone: the calling thread waits until every reader has left, and new ones wait for it.
 
         The holder may still enter shared (an applied hook may call the policy).
@@ -118,6 +119,9 @@ class Gate:
             RuntimeError: The calling thread is inside the gate already; it would wait for itself.
             WeightSyncTimeout: The deadline passed; names the threads inside and the seconds they have been there.
         """
+        return _Alone(self, deadline, check)
+
+    def _enter_alone(self, deadline: float | None, check: Callable[[], None] | None) -> None:
         me = threading.get_ident()
         with self._changed:
             if me in self._readers or self._writer == me:
@@ -137,15 +141,14 @@ class Gate:
                 self._waiting_writers -= 1
                 if self._writer != me:
                     self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._writer = None
-                self._writer_reentries = 0
-                self._switches += 1
-                self._due_readers = self._waiting_readers
-                self._changed.notify_all()
+
+    def _leave_alone(self) -> None:
+        with self._changed:
+            self._writer = None
+            self._writer_reentries = 0
+            self._switches += 1
+            self._due_readers = self._waiting_readers
+            self._changed.notify_all()
 
     def wait_for_version(self, version: int, timeout: float) -> bool:
         """Block until at least this version is in force, at most ``timeout`` seconds; not from inside the gate.
@@ -177,3 +180,18 @@ class Gate:
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a gate belongs to one process and is never pickled")
+
+
+class _Alone(AbstractContextManager[None]):
+    """One switch."""
+
+    def __init__(self, gate: Gate, deadline: float | None, check: Callable[[], None] | None) -> None:
+        self._gate = gate
+        self._deadline = deadline
+        self._check = check
+
+    def __enter__(self) -> None:
+        self._gate._enter_alone(self._deadline, self._check)
+
+    def __exit__(self, *exc: object) -> None:
+        self._gate._leave_alone()

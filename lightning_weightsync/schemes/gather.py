@@ -1,9 +1,10 @@
 """How do leaves get into a slot quickly, on a machine whose cores are busy?
 
-A copy of a small tensor is all overhead, so runs of small leaves are concatenated into the part of the slot that they
-fill, padding included: one operation for a whole model, in the usual case. Large leaves are moved by the calling thread
-and one helper, piece by piece: torch's parallel copy takes ten times as long where its threads must wait for a core
-(docs/performance.md). Leaves that need a cast, or lie elsewhere than in one piece on the CPU, are torch's business.
+A copy of a small tensor is all overhead, and torch's first operation after a while costs as much as fifty: a few small
+leaves are moved as bytes (docs/performance.md). Long runs of small leaves are concatenated into the part of the slot
+that they fill, padding included: one operation for a whole model of many. Large leaves are moved by the calling thread
+and one helper, piece by piece: torch's parallel copy takes ten times as long where its threads must wait for a core.
+Leaves that need a cast, or lie elsewhere than in one piece on the CPU, are torch's business.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning_weightsync.transports.memory import same_bytes
 from lightning_weightsync.transports.slots import Slot
 
 _LARGE = 64 << 10
+_FEW = 64
 _PIECE = 2 << 20
 _WORTH_A_HELPER = 32 << 20
 
@@ -118,7 +120,7 @@ class Gather:
         write([slot.views[at] for _, at, _ in self._others], [tensor for *_, tensor in self._others])
 
     def _end(self, run: list[tuple[Leaf, Tensor]]) -> None:
-        if len(run) < 2:
+        if len(run) < _FEW:
             self._moved += run
         else:
             joined = _Run(run[0][0].offset, run[0][0].offset)
@@ -136,6 +138,10 @@ def move(copies: Sequence[tuple[int, int, int]]) -> None:
 
     The two take pieces from one heap: a helper that gets no core holds up one piece, and not all of them.
     """
+    if sum(map(itemgetter(2), copies)) < _WORTH_A_HELPER or torch.get_num_threads() == 1:
+        for target, source, nbytes in copies:
+            ctypes.memmove(target, source, nbytes)
+        return
     pieces = deque(piece for copy in copies for piece in _pieces_of(*copy))
 
     def work() -> None:
@@ -143,9 +149,6 @@ def move(copies: Sequence[tuple[int, int, int]]) -> None:
             while True:
                 ctypes.memmove(*pieces.popleft())
 
-    if sum(nbytes for _, _, nbytes in copies) < _WORTH_A_HELPER or torch.get_num_threads() == 1:
-        work()
-        return
     helper = threading.Thread(target=work, name="weight-sync-copy", daemon=True)
     helper.start()
     work()

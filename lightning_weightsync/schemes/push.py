@@ -107,6 +107,8 @@ def push_models(
                 reachable, hub.version, timeout=remaining, initial=initial, replaceable=replaceable, links=links
             )
             handle.failed |= failed
+            if not replaceable:
+                hub.dispatcher.send_off()  # what is to be done here can be done while the workers wake up
             _fill(hub, handle, [slot.filling for _, _, slot, _ in taken if slot.filling is not None])
             for pushed, meant_for, slot, extra in taken:
                 pushed.keep_newest(meant_for, slot, extra)

@@ -6,6 +6,7 @@ One object serves all destinations of one context, in whichever thread reads the
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
 import traceback
@@ -168,7 +169,8 @@ class Requests:
     def _push(self, channel: ControlChannel, message: Message) -> None:
         run, version = message["run"], message["version"]
         deadline = time.monotonic() + message["budget"]
-        push = Transaction(self._gate, run, version, deadline, origin=self._link, values=message["values"])
+        values = copy.deepcopy(message["values"]) if message["values"] else {}
+        push = Transaction(self._gate, run, version, deadline, origin=self._link, values=values)
         try:
             # Taken in even if it is going to be refused: the next receive would get these bytes otherwise.
             staged, extras = self._stage(message, deadline)

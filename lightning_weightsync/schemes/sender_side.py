@@ -266,10 +266,11 @@ class SenderSide(SchemeCore):
             raise
 
     def _pays_to_follow(self, worker_ids: Collection[int]) -> bool:
-        if self._pool is None or self.verify or self.only_changed or self.slot_device.type != "cpu":
+        if self._pool is None or self._pool.nbytes < _WORTH_FOLLOWING or not worker_ids:
             return False
-        large = bool(worker_ids) and self._pool.nbytes >= _WORTH_FOLLOWING
-        return large and all(i in self._transports and self._transports[i].follows for i in worker_ids)
+        if self.verify or self.only_changed or self.slot_device.type != "cpu":
+            return False
+        return all(i in self._transports and self._transports[i].follows for i in worker_ids)
 
     def release(self, slot: Slot, holder: object) -> None:
         """``holder`` of a snapshot does not need it any more."""

@@ -31,6 +31,8 @@ class TransactionState(Enum):
     APPLIED = "applied"
     ABORTED = "aborted"
 
+    __hash__ = object.__hash__  # see ErrandState
+
 
 _MOVES: Mapping[TransactionState, frozenset[TransactionState]] = {
     TransactionState.ANNOUNCED: frozenset({TransactionState.STAGED, TransactionState.ABORTED}),

@@ -12,6 +12,7 @@ are connected, and from then on let nobody else connect (``strangers``).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hmac
 import time
 from collections import deque
@@ -233,9 +234,9 @@ class ProcessGroupReceiver(_Pair):
         for work in [self.start("recv", staged.memory[start:end]) for start, end in due]:
             self.wait(work, deadline)
         if inline is not None:
-            if len(inline) != nbytes:
+            if len(inline) != nbytes or not staged.memory.is_cpu:
                 raise TransferFailed(f"the announcement brought {len(inline)} bytes where {nbytes} were due")
-            staged.memory.copy_(torch.frombuffer(bytearray(inline), dtype=torch.uint8))
+            ctypes.memmove(staged.memory.data_ptr(), inline, nbytes)
         return staged
 
     def entered(self, slot: SlotMemory, *, held: bool) -> None:

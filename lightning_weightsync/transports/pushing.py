@@ -6,6 +6,7 @@ A push to one worker is an errand (see ``delivery``); this module says what its 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -125,13 +126,14 @@ class Announcement:
         self._deadline = deadline
         # The worker gives up a little sooner than we do, so that it is the one who tells why.
         self._margin = min(0.5, 0.1 * timeout)
+        self._grain = min(0.01, 0.01 * timeout)  # so that the same message is written as the last time
         self._cached: tuple[float, tuple[list[dict[str, Any]], bytes], bytes] | None = None
 
     def send(self, link: WorkerLink, models: list[dict[str, Any]], blob: bytes) -> None:
         """Announce the push to one worker."""
         now = time.monotonic()
         if self._cached is None or self._cached[1] != (models, blob) or now - self._cached[0] > 0.01:
-            budget = float(max(0.0, self._deadline - self._margin - now))
+            budget = max(0.0, self._deadline - self._margin - now) // self._grain * self._grain
             frame = link.channel.encode("push", blob, models=models, budget=budget, **self._fields)
             self._cached = (now, (models, blob), frame)
         link.channel.send_frame(self._cached[2], deadline=self._deadline)
@@ -255,7 +257,7 @@ def raise_failures(failed: Mapping[int, Exception], phase: str) -> None:
 
 
 def _bytes_of(slot: Slot) -> bytes:
-    return slot.memory.numpy().tobytes()
+    return ctypes.string_at(slot.memory.data_ptr(), slot.memory.numel())  # torch's way takes ten times as long
 
 
 def _reported(link: WorkerLink, phase: str, reply: Message) -> Exception:
