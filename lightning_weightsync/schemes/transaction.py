@@ -42,7 +42,7 @@ _MOVES: Mapping[TransactionState, frozenset[TransactionState]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Staged:
     """One model of a push: where its bytes are, its extra state, and whether to say what was applied."""
 

@@ -77,7 +77,7 @@ class ChannelTimeout(TimeoutError):
     """A deadline passed while sending or receiving."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: that takes four calls more
 class Message:
     """One message: its kind, its checked fields, an optional blob, and a file's descriptor if its kind carries one."""
 

@@ -29,7 +29,7 @@ from lightning_weightsync.transports.slots import Slot, SlotPool
 _ACKNOWLEDGEMENTS = frozenset({"applied", "failed"})
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Payload:
     """One model of a push, for one worker."""
 
