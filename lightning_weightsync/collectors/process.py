@@ -16,7 +16,8 @@ import subprocess
 import sys
 import time
 
-from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Schema
+from lightning_weightsync.transports.bodies import Schema
+from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel
 from lightning_weightsync.transports.memory import create_memory_file
 
 JOB_MESSAGES: Schema = {

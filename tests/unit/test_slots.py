@@ -244,7 +244,7 @@ def test_no_memory_for_one_more_slot_is_an_error_that_says_so_and_leaves_nothing
 
     with monkeypatch.context() as patched:
         patched.setattr(slots, "map_memory", full)
-        patched.setattr(slots.torch, "empty", full)
+        patched.setattr(slots.torch, "zeros", full)
         with pytest.raises(
             WeightSyncError, match=rf"slot of {LAYOUT.nbytes} bytes, beside 1 \(of at most 2\).*No space"
         ):
