@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types unit format bench clean
+.PHONY: help install demo test lint types unit format bench docs clean
 
 help:
 	@echo "make demo   train CartPole with two collector processes"
 	@echo "make test   lint, types and tests"
 	@echo "make bench  measure pushes"
+	@echo "make docs   the documentation as a site, in build/site"
 	@echo "also: install, lint, types, unit, format, clean"
 
 install: $(STAMP)
@@ -45,6 +46,10 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.push
+
+docs: $(STAMP)
+	@$(PIP_INSTALL) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) dist build outputs multirun lightning_logs .mypy_cache .ruff_cache .pytest_cache .hypothesis
