@@ -195,8 +195,17 @@ class SeparateEnvs:
         """See ``Envs``."""
         rows, rewards, terminated, truncated = [], [], [], []
         last: dict[int, Any] = {}
-        for e, action in enumerate(self._each(actions)):
-            observation, reward, ended, cut = self._step(e, action)
+        at, names = self.at, self.names
+        for e, (env, action) in enumerate(zip(self._envs, self._each(actions), strict=True)):
+            # Written out: at.begin() and _step(), called for each, take a thirtieth of the time of eight CartPoles.
+            at.calls += 1
+            at.title = names[e]
+            at.doing = "step"
+            try:
+                observation, reward, ended, cut, _ = env.step(action)
+            except Exception as error:
+                self._explain_step(e, action, error)
+                raise
             rewards.append(reward)
             terminated.append(ended)
             truncated.append(cut)
@@ -256,13 +265,15 @@ class SeparateEnvs:
 
     def _step(self, e: int, action: Any) -> tuple[Any, Any, bool, bool]:
         self.at.begin(self.names[e], "step")
-        env = self._envs[e]
         try:
-            return env.step(action)[:4]
+            return self._envs[e].step(action)[:4]
         except Exception as error:
-            fault = find_outside(env.action_space, [[action]], self.names[e : e + 1])
-            explain(error, f"{self.names[e]}, in step()" if fault is None else fault)
+            self._explain_step(e, action, error)
             raise
+
+    def _explain_step(self, e: int, action: Any, error: Exception) -> None:
+        fault = find_outside(self._envs[e].action_space, [[action]], self.names[e : e + 1])
+        explain(error, f"{self.names[e]}, in step()" if fault is None else fault)
 
     def _numbers(self, rewards: list[Any]) -> npt.NDArray[Any]:
         try:
