@@ -163,6 +163,7 @@ class Fleet:
         for index, worker in enumerate(self._workers):
             is_replacement = worker.state is WorkerState.STARTING and self.supervisor.condition(index) is not None
             worker.process.reap(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
+            worker.reader.close()
             if worker.state is not WorkerState.FAILED:
                 worker.state = WorkerState.STOPPED
 

@@ -244,6 +244,7 @@ class CollectorGroup:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING) and self._pool is not None:
             self._run, self._version = self.run, self.version
             self._pool.shutdown(max(0.0, deadline - time.monotonic()))
+            self._memory.clear()
             self._state = GroupState.STOPPED
 
     def resize(self, num_workers: int, timeout: float = 10.0) -> None:
@@ -460,7 +461,7 @@ class CollectorGroup:
         return self.batches_per_epoch
 
     def __iter__(self) -> Iterator[TensorDict]:
-        """Batches, in memory of the trainer's own: they stay as they are. Endless without a length.
+        """Batches, which stay as they are for as long as they, or any view of them, are kept. Endless without a length.
 
         With ``sync=True``, those of all workers, concatenated along dimension 0, in worker order; each is collected
         when it is asked for. With ``sync=False``, one worker's at a time, in the order in which they are ready (with
