@@ -32,8 +32,6 @@ from benchmarks.table import machine, table, verdict
 
 ROOT = Path(__file__).parents[1]
 PEER = Path(__file__).with_name("cartpole_sb3.py")
-ON_TWO_CORES = ["--num-workers", "1", "--ahead"]
-"""One core learns, one collects; the example's own default is two workers that collect while the trainer waits."""
 OURS, THEIRS = "examples/cartpole_ppo.py", "stable-baselines3"
 
 
@@ -112,7 +110,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="seeds 1 to this")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a run is killed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs there")
-    parser.add_argument("options", nargs="*", default=ON_TWO_CORES, help="of the example, after --")
+    parser.add_argument("options", nargs="*", help="of the example, after --")
     args = parser.parse_args()
     check_peer(args.sb3_python)
     commands = {

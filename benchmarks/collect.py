@@ -120,7 +120,8 @@ def _asked(task: Task, policy: str, peer: str, ratio: float) -> str:
 def copies(task: Task, options: argparse.Namespace) -> Comparison:
     """What the trainer pays for a batch that is ready, beside copies of the same bytes to new and to old memory.
 
-    By one thread each: where collectors are busy, a second one has no core.
+    By one thread each: where collectors are busy, a second one has no core. A batch is lent, not copied, so it is also
+    measured with a first pass over all of its bytes, which is when a trainer pays for what lies in others' caches.
     """
     torch.set_num_threads(1)
     factory = partial(
@@ -132,7 +133,7 @@ def copies(task: Task, options: argparse.Namespace) -> Comparison:
     with group:
         group.update_policy_weights_(task.policies["hand-written"]())
         batches = iter(group)
-        source, target = next(batches), next(batches)
+        source, target = next(batches).clone(), next(batches).clone()
         leaves = list(source.values(include_nested=True, leaves_only=True))
         whole = torch.cat([leaf.reshape(-1).view(torch.uint8) for leaf in leaves])
         result = Comparison("copies", task.name, sum(leaf.nbytes for leaf in leaves), len(leaves), options.workers)
@@ -149,6 +150,7 @@ def copies(task: Task, options: argparse.Namespace) -> Comparison:
 
         actions = [
             timed("a batch", lambda: next(batches)),
+            timed("a batch, and a copy of it", lambda: target.update_(next(batches))),
             timed(
                 "copy to new memory",
                 lambda: torch.frombuffer(mmap.mmap(-1, whole.nbytes), dtype=torch.uint8).copy_(whole),

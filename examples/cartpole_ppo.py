@@ -1,7 +1,7 @@
-"""PPO on CartPole: a Lightning Trainer, two collector processes, one callback between them.
+"""PPO on CartPole: a Lightning Trainer, a collector process that is one batch ahead, one callback between them.
 
-Run it from the root of the repository: ``python -m examples.cartpole_ppo``. The same run composed from YAML is
-``lightning-weightsync --config-dir configs --config-name cartpole_ppo``.
+Run it from the root of the repository: ``python -m examples.cartpole_ppo``. Composed from YAML, with two collector
+processes that make each batch together, it is ``lightning-weightsync --config-dir configs --config-name cartpole_ppo``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ from lightning_weightsync import start_workers_early
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--num-workers", type=int, default=2, help="collector processes; 0 collects in this one")
-    parser.add_argument("--ahead", action="store_true", help="collect while learning: batches may be one version old")
+    # On two cores one worker is soonest done: to start another one takes longer than it saves in a run of seconds.
+    parser.add_argument("--num-workers", type=int, default=1, help="collector processes; 0 collects in this one")
+    parser.add_argument(
+        "--ahead",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="collect while learning: batches may be one version old",
+    )
     parser.add_argument("--max-epochs", type=int, default=50, help="epochs of two batches")
     parser.add_argument("--checkpoints", metavar="FOLDER", help="write a checkpoint after each epoch, last.ckpt")
     parser.add_argument("--resume", metavar="FILE", help="go on from a checkpoint")

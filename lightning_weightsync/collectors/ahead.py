@@ -1,6 +1,6 @@
 """How does the trainer get batches that its workers collect ahead? One at a time, as they are ready (``sync=False``).
 
-``Feed`` decides which and whom; this asks, listens and copies. Nothing of it runs while the trainer learns.
+``Feed`` decides which and whom; this asks, listens and lends. Nothing of it runs while the trainer learns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning_weightsync.collectors.feed import Feed
 from lightning_weightsync.collectors.member import Member, Rollout, WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
 from lightning_weightsync.collectors.recycling import BatchMemory
-from lightning_weightsync.collectors.rollouts import NUM_SLOTS
+from lightning_weightsync.collectors.rollouts import LENT_SLOTS, NUM_SLOTS
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.transports.pushing import raise_failures
 
@@ -49,7 +49,7 @@ class AheadPool(WorkerPool):
         max_staleness: int | None,
         env_timeout: float | None = None,
     ) -> None:
-        self._feed = Feed([], NUM_SLOTS, max_staleness)
+        self._feed = Feed([], NUM_SLOTS, max_staleness, spare=LENT_SLOTS)
         self._numbers = count()
         self._known: dict[int, tuple[int, Member]] = {}  # number -> index and process, as long as it has batches
         self._indices: dict[int, int] = {}  # number -> index
@@ -66,7 +66,7 @@ class AheadPool(WorkerPool):
         )
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
-        """One batch of one worker, in memory of its own. Blocks until one is ready.
+        """One batch of one worker, in its slot, which is lent, or copied. Blocks until one is ready.
 
         Workers are asked for their next batches here, before the wait and after it, so that they collect while the
         trainer learns. One without a free slot waits for the trainer; its thread that applies pushes does not. If this
@@ -91,12 +91,19 @@ class AheadPool(WorkerPool):
                 break
             look_around()
             self._wait_for_mail(member for _, member in self._known.values())
-        batch = self._memory.concatenated([self._known[ready.worker][1].reader.read(ready.slot)])
-        self._feed.hand_over(ready, version)
+        reader = self._known[ready.worker][1].reader
+        lent = reader.lend(ready.slot)
+        batch = lent if lent is not None else self._memory.concatenated([reader.read(ready.slot)])
+        self._feed.hand_over(ready, version, lent=lent is not None)
         self._ask(version, waiting=False)
         episodes, self._episodes = self._episodes, []
         sums, self._sums = self._sums, []
         return [Rollout(batch, batch.numel(), episodes, sums, owned=True)]
+
+    def shutdown(self, timeout: float) -> None:
+        """See ``Fleet``."""
+        super().shutdown(timeout)
+        self._memory.clear()
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """What is known of each worker."""
@@ -122,6 +129,8 @@ class AheadPool(WorkerPool):
                     self._known[number], self._indices[number] = (index, member), index
                     self._feed.add(number)
             for number, (index, member) in list(self._known.items()):
+                for slot in member.reader.take_back():
+                    self._feed.give_back(number, slot)
                 self._hear(number, index, member)
 
     def _hear(self, number: int, index: int, member: Member) -> None:

@@ -3,6 +3,7 @@
 Pure bookkeeping: it talks to nobody, waits for nobody and knows no tensors. A slot of a worker goes round
 
     FREE --requests()--> ASKED --arrived()--> READY --hand_over(), or next() finds it too old--> FREE
+                                                  +--hand_over(lent=True)--> LENT --give_back()--> FREE
 
 Without a bound every free slot is asked for at once: two slots let a worker fill one while the batch in the other one
 waits. With ``max_staleness=k`` nothing older than ``k`` versions is handed over, and two things keep the number of
@@ -67,14 +68,16 @@ class Feed:
 
     Args:
         workers: Their indices.
-        slots: How many each has.
+        slots: How many of each may be asked for or ready.
         max_staleness: How many versions a batch's oldest sample may be behind when it is handed over; ``None``: any
             number.
+        spare: How many further ones each has, for batches that are lent.
     """
 
-    def __init__(self, workers: Iterable[int], slots: int, max_staleness: int | None = None) -> None:
+    def __init__(self, workers: Iterable[int], slots: int, max_staleness: int | None = None, *, spare: int = 0) -> None:
         self.max_staleness = max_staleness
         self._slots = slots
+        self._spare = spare
         self._workers: dict[int, _Worker] = {}
         self._dropped: Counter[int] = Counter()
         self._ready: list[Ready] = []
@@ -92,7 +95,7 @@ class Feed:
 
     def add(self, worker: int) -> None:
         """There is a new worker; all of its slots are free. A replacement of a lost one has another index."""
-        self._workers[worker] = _Worker(list(range(self._slots)))
+        self._workers[worker] = _Worker(list(range(self._slots + self._spare)))
 
     def lose(self, worker: int) -> None:
         """This worker is gone: what was asked of it does not come. Its batches that are ready stay."""
@@ -163,18 +166,26 @@ class Feed:
             return self._ready[0]
         return min(self._ready, key=lambda batch: (batch.oldest, batch.number))
 
-    def hand_over(self, batch: Ready, version: int) -> None:
-        """The trainer has this batch; its slot is free.
+    def hand_over(self, batch: Ready, version: int, *, lent: bool = False) -> None:
+        """The trainer has this batch.
 
         Args:
             batch: What ``next`` has returned.
             version: The newest.
+            lent: Whether it still looks into the slot, until ``give_back``. Else that is free.
         """
-        worker = self._give_back(batch)
+        worker = self._take_out(batch)
         if worker is not None:
             worker.pause //= 2
+            if not lent:
+                worker.free.append(batch.slot)
         self._versions.append(version)
         self._handed_over += 1
+
+    def give_back(self, worker: int, slot: int) -> None:
+        """Nobody looks into a slot any more that was lent."""
+        if worker in self._workers:
+            self._workers[worker].free.append(slot)
 
     def collecting(self, worker: int) -> bool:
         """Whether this worker has been asked for a batch that has not come yet."""
@@ -182,30 +193,31 @@ class Feed:
 
     def _drop(self, batch: Ready) -> None:
         self._dropped[batch.worker] += 1
-        worker = self._give_back(batch)
+        worker = self._take_out(batch)
         if worker is not None:
+            worker.free.append(batch.slot)
             worker.pause = min(LONGEST_PAUSE, max(1, 2 * worker.pause))
             worker.paused_until = self._handed_over + worker.pause
 
-    def _give_back(self, batch: Ready) -> _Worker | None:
-        """Free a batch's slot; returns whose it is, if that worker is still there."""
+    def _take_out(self, batch: Ready) -> _Worker | None:
+        """It is not ready any more; returns whose it is, if that worker is still there."""
         self._ready.remove(batch)
         worker = self._workers.get(batch.worker)
         if worker is not None:
             worker.ready -= 1
-            worker.free.append(batch.slot)
         return worker
 
     def _ask(self, index: int, version: int, passed: int) -> Request:
         worker = self._workers[index]
-        slot = worker.free.pop(0)
+        slot = min(worker.free)  # rather one that was used before than new memory
+        worker.free.remove(slot)
         worker.asked[slot] = version
         worker.last_asked = self._asked
         self._asked += 1
         return Request(index, slot, 0 if self.max_staleness is None else max(0, version + passed - self.max_staleness))
 
     def _whom(self, version: int, *, paused: bool = False) -> int | None:
-        """Of the workers with a free slot, the one of which least is under way; it was asked longest ago, if several.
+        """Of the workers that may be asked, the one of which least is under way; it was asked longest ago, if several.
 
         Args:
             version: The newest.
@@ -214,7 +226,7 @@ class Feed:
         able = {
             index: worker
             for index, worker in self._workers.items()
-            if worker.free
+            if len(worker.asked) + worker.ready < self._slots
             and (paused or worker.paused_until <= self._handed_over)
             # What comes after a batch that is too late already is later still.
             and all(map(partial(self._alive, version), worker.asked.values()))

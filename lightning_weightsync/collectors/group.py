@@ -1,5 +1,7 @@
 """What does the trainer hold? A group: N workers, one version, batches when they are asked for.
 
+This is its life and its batches; what it is pushed is in ``group_weights``, what is known of it in ``group_record``.
+
 The group is a loader (iterable, sized, with state) and the target of pushes. It works without Lightning; with it, the
 callback launches it in ``setup``, connects it when the weights are restored, and stops it on every way a run can end.
 """
@@ -7,34 +9,23 @@ callback launches it in ``setup``, connects it when the weights are restored, an
 from __future__ import annotations
 
 import atexit
-import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
 
 from lightning_weightsync.collectors.ahead import AheadPool
 from lightning_weightsync.collectors.base import CollectorFactory
+from lightning_weightsync.collectors.group_record import GroupState
+from lightning_weightsync.collectors.group_weights import GroupWeights
 from lightning_weightsync.collectors.inline import InlinePool
-from lightning_weightsync.collectors.ledger import Ledger
-from lightning_weightsync.collectors.member import WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
 from lightning_weightsync.collectors.recycling import BatchMemory
-from lightning_weightsync.collectors.schedule import canonical
-from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.push import PerWorker
 from lightning_weightsync.schemes.strategy import Weights
-from lightning_weightsync.transports.hub import LinkHub
-from lightning_weightsync.transports.pushing import PushHandle, failure
-
-log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from lightning_weightsync.collectors.evaluation import Evaluation
@@ -43,16 +34,7 @@ GRACE_AFTER_FAILURE = 2.0
 """Seconds that workers get to end by themselves when the run has failed: nobody wants their batches any more."""
 
 
-class GroupState(Enum):
-    """``NEW -launch-> LAUNCHED -connect-> RUNNING -shutdown-> STOPPED -launch-> ...``."""
-
-    NEW = "new"
-    LAUNCHED = "launched"
-    RUNNING = "running"
-    STOPPED = "stopped"
-
-
-class CollectorGroup:
+class CollectorGroup(GroupWeights):
     """Worker processes that collect batches with the trainer's newest weights.
 
     Args:
@@ -132,32 +114,19 @@ class CollectorGroup:
                 f"max_staleness={max_staleness} needs sync=False: with sync=True every batch is collected with the "
                 "weights that were pushed before it was asked for"
             )
+        super().__init__(dict(weight_sync_schemes or {}), seed)
         self.collector = collector
         self.num_workers = num_workers
-        self.weight_sync_schemes: dict[str, WeightSyncScheme] = dict(weight_sync_schemes or {})
         self.sync = sync
         self.max_staleness = max_staleness
         self.batches_per_epoch = batches_per_epoch
         self.max_restarts = max_restarts
         self.env_timeout = env_timeout
-        self.seed = seed
         self.threads_per_worker = threads_per_worker
-        self.rank = 0
         self.look_around: Callable[[], None] = _nothing
-        self.weights_getter: Callable[[], Mapping[str, Weights | PerWorker]] | None = None
         self._evaluations: list[Evaluation] = []
-        self._ledger = Ledger()
         self._memory = BatchMemory()
-        self._run = 1
-        self._version = 0
-        self._incarnation = 0
-        self._restarts = 0
         self._starts = 0
-        self._base_seed: int | None = None
-        self._sources: dict[str, Weights | PerWorker] = {}
-        self._values: dict[str, Any] = {}
-        self._pool: WorkerPool | InlinePool | None = None
-        self._state = GroupState.NEW
 
     # --- life cycle ----------------------------------------------------------------------------------------------
 
@@ -244,6 +213,7 @@ class CollectorGroup:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING) and self._pool is not None:
             self._run, self._version = self.run, self.version
             self._pool.shutdown(max(0.0, deadline - time.monotonic()))
+            self._memory.clear()
             self._state = GroupState.STOPPED
 
     def resize(self, num_workers: int, timeout: float = 10.0) -> None:
@@ -280,173 +250,6 @@ class CollectorGroup:
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
-    # --- weights -------------------------------------------------------------------------------------------------
-
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Weights | PerWorker | None = None,
-        *,
-        weights: Weights | PerWorker | None = None,
-        policy: Weights | None = None,
-        model_id: str | None = None,
-        weights_dict: Mapping[str, Weights | PerWorker] | None = None,
-        worker_ids: int | Sequence[int] | None = None,
-    ) -> None:
-        """Push one version; returns when every targeted worker has applied it. The first call connects, as version 0.
-
-        A worker that is lost meanwhile, or being replaced, is no error as long as it is replaced: its replacement
-        starts from this version. It is not waited for.
-
-        Args:
-            policy_or_weights: A module, TensorDict or dict of tensors; a dict with int keys gives each worker its
-                own. Without any weights, what was given to ``connect`` is read again.
-            weights: The same, by name.
-            policy: The same, by name.
-            model_id: The destination; needed only where the group has several.
-            weights_dict: Several destinations as one version, applied together or not at all in each worker.
-            worker_ids: ``None`` for all, one index, or several.
-
-        Raises:
-            WeightSyncError: ``.failed`` maps each worker that did not apply it, and will not, to the cause; all others
-                did.
-            LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
-            ValueError: An unknown destination or worker.
-            RuntimeError: The group is not started.
-        """
-        given = next((w for w in (policy_or_weights, weights, policy) if w is not None), None)
-        pushed = self._destinations(given, model_id, weights_dict)
-        if self._state is GroupState.LAUNCHED:
-            self.connect(pushed)
-            return
-        pool = self._running_pool()
-        handle = pool.push(pushed, pool.check_ids(worker_ids), timeout=self._timeout(pushed))
-        if handle is not None:
-            self.settle(handle)
-
-    def send_async(self, weights_dict: Mapping[str, Weights | PerWorker] | None = None) -> PushHandle | None:
-        """Snapshot the weights as one version and return; a background thread delivers it. Blocks on no worker.
-
-        Args:
-            weights_dict: Weights for each destination; ``None`` reads again what was given to ``connect``.
-
-        Returns:
-            The handle, which tells what became of the push; ``None`` without worker processes, where it is applied at
-            once. Its ``wait`` raises for a worker that is replaced, too; ``settle`` does not.
-
-        Raises:
-            LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
-            RuntimeError: The group is not connected.
-        """
-        if self._state is not GroupState.RUNNING:
-            raise RuntimeError(f"the group is {self._state.value}: connect it first")
-        pushed = self._destinations(None, None, self._sources if weights_dict is None else weights_dict)
-        pool = self._running_pool()
-        handle = pool.push(pushed, pool.check_ids(None), timeout=self._timeout(pushed), replaceable=True)
-        if handle is not None and self.hub is not None:
-            self.hub.dispatcher.run_in_background()
-        return handle
-
-    def settle(self, handle: PushHandle) -> None:
-        """Wait until a push is settled; what replacements of lost workers make good is no error.
-
-        Raises:
-            WeightSyncError: ``.failed`` names the workers that have not applied it, and will not be replaced.
-        """
-        try:
-            handle.wait()
-        except WeightSyncError as error:
-            left = self._running_pool().beyond_repair(error.failed)
-            if left:
-                raise failure(left, handle.phase) from None
-            if not error.failed:
-                raise
-            log.debug(f"{handle.phase} was missed by workers that are replaced: {sorted(error.failed)}")
-
-    def broadcast(self, **values: Any) -> None:
-        """Give workers schedule values (epsilon, a temperature, a level); they come into force with the next push.
-
-        Policies, environments and collectors read them in the workers, as ``lightning_weightsync.values["epsilon"]``:
-        together with the version that they came with, they change between two policy calls. Each push carries all
-        values, so replacements, new workers and evaluations have them too; what a group was given before it is
-        connected is there when its collectors are built. They are checkpointed with the group. Does not block.
-
-        Args:
-            **values: Numbers, strings, bools, None, and lists and dicts of them; each replaces the one of its name.
-
-        Raises:
-            TypeError: A value is anything else.
-            RuntimeError: The group has no ``weight_sync_schemes``, and runs: nothing is pushed.
-
-        Example::
-
-            group.broadcast(epsilon=max(0.05, 1.0 - step / 10_000))  # and with the next push every worker has it
-        """
-        given = canonical(values)
-        if self.running and not self.weight_sync_schemes:
-            raise RuntimeError("values travel with pushes, and this group has no weight_sync_schemes")
-        self._values = {**self._values, **given}
-        if self.running and self._pool is not None:
-            (self.hub or self._pool).next_values = self._values  # type: ignore[union-attr]  # a pool without a hub
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """What was broadcast so far; workers have it with the next push."""
-        return dict(self._values)
-
-    def reduce(self) -> dict[str, Tensor]:
-        """Take what has added up, over all workers, in the batches that were handed over since the last call.
-
-        What collectors return from ``take_sums()`` (with ``GymCollector``, its policy's ``take_sums()``) travels with
-        each batch, and is summed: counts, sums and squares of observations, say. A batch that is lost with its worker
-        takes its sums with it; one that was too old to be handed over (``max_staleness``) does not. Does not block.
-
-        Returns:
-            Name -> sum, float64, of the shape that collectors have told. Empty if nothing came.
-
-        Example::
-
-            module.actor.norm.seen += group.reduce()["seen"]  # and it travels back with the next push, as extra state
-        """
-        return self._ledger.take_sums()
-
-    def digest(self, model_id: str = "policy") -> dict[int, str]:
-        """SHA-256 over each worker's live leaves, in layout order: ``worker_idx`` -> hexadecimal digits.
-
-        Workers that are being replaced are left out.
-        """
-        self._known(model_id)
-        return self._running_pool().digest(model_id)
-
-    @property
-    def frames(self) -> int:
-        """Transitions handed to the trainer so far, over resumes."""
-        return self._ledger.frames
-
-    @property
-    def incarnation(self) -> int:
-        """Goes into every worker's seed; grows with each start of the group, and of a replacement, and over resumes."""
-        return self._incarnation
-
-    @property
-    def restarts(self) -> int:
-        """Replacements of lost workers so far, over resumes."""
-        return self._restarts + (self._pool.restarts if isinstance(self._pool, WorkerPool) else 0)
-
-    @property
-    def hub(self) -> LinkHub | None:
-        """The links to the workers; ``None`` without worker processes."""
-        return self._pool.hub if isinstance(self._pool, WorkerPool) else None
-
-    @property
-    def run(self) -> int:
-        """Grows with each start, and over resumes."""
-        return self._counter("run", self._run)
-
-    @property
-    def version(self) -> int:
-        """Of the newest push."""
-        return self._counter("version", self._version)
-
     # --- batches -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -460,7 +263,7 @@ class CollectorGroup:
         return self.batches_per_epoch
 
     def __iter__(self) -> Iterator[TensorDict]:
-        """Batches, in memory of the trainer's own: they stay as they are. Endless without a length.
+        """Batches, which stay as they are for as long as they, or any view of them, are kept. Endless without a length.
 
         With ``sync=True``, those of all workers, concatenated along dimension 0, in worker order; each is collected
         when it is asked for. With ``sync=False``, one worker's at a time, in the order in which they are ready (with
@@ -527,104 +330,6 @@ class CollectorGroup:
         for evaluation in self._evaluations:
             evaluation.shutdown(timeout)
 
-    def newest_weights(self) -> Mapping[str, Weights | PerWorker]:
-        """The sources as they are now: what the callback would push, or what the group was connected with.
-
-        Raises:
-            RuntimeError: The group was given tensors, not modules: they are what they were when it was connected.
-        """
-        if self.weights_getter is not None:
-            return self.weights_getter()
-        weights = self._sources
-        if weights.keys() != self.weight_sync_schemes.keys() or not all(
-            isinstance(source, nn.Module) for source in weights.values()
-        ):
-            raise RuntimeError(
-                f"the group does not know a source of {sorted(self.weight_sync_schemes)} that it could read again: it "
-                "was not connected with modules, and no UpdateWeights callback drives it"
-            )
-        return weights
-
-    @property
-    def base_seed(self) -> int:
-        """What all seeds are derived from, fixed when it is first asked for, or restored."""
-        if self._base_seed is None:
-            self._base_seed = torch.initial_seed() if self.seed is None else self.seed
-        return self._base_seed
-
-    # --- figures and state ---------------------------------------------------------------------------------------
-
-    def stats(self) -> dict[int, dict[str, Any]]:
-        """For each worker: pid, state, cause, run, version, generation, restarts, frames, dropped (batches).
-
-        ``cause`` is why the worker, or the one that it has replaced, was lost; ``frames`` are those of all that had
-        this index in this start of the group.
-        """
-        return self._pool.stats() if self._pool is not None else {}
-
-    def metrics(self) -> dict[str, float]:
-        """Figures for a logger.
-
-        ``collect/frames_per_sec`` is over the time since the last call; ``collect/episode_return`` and
-        ``episode_length`` are means of the last 100 finished episodes, and absent before the first;
-        ``collect/batches_dropped`` counts, since the group was started, those that were older than ``max_staleness``.
-        """
-        up = {WorkerState.CONNECTED.value, WorkerState.COLLECTING.value}
-        states = self._pool.stats().values() if self._pool is not None else ()
-        return self._ledger.figures() | {
-            "collect/batches_dropped": float(sum(stat["dropped"] for stat in states)),
-            "weight_sync/bytes": float(self._counter("bytes_pushed", 0)),
-            "weight_sync/bytes_saved": float(self._counter("bytes_saved", 0)),
-            "weight_sync/workers_alive": float(sum(stat["state"] in up for stat in states)),
-            "weight_sync/worker_restarts": float(self.restarts),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: run, version, frames, seed stream, restarts, values, and the last episodes."""
-        return {
-            "run": self.run,
-            "version": self.version,
-            "seed": self._base_seed,
-            "incarnation": self.incarnation,
-            "restarts": self.restarts,
-            "values": self.values,
-            **self._ledger.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a saved run was: a newer run of the same version, new episodes. Idempotent.
-
-        Raises:
-            RuntimeError: The group is connected: its workers have their seeds.
-        """
-        if self._state is GroupState.RUNNING:
-            raise RuntimeError("a group's state is loaded before it is connected")
-        self.restore_version(int(state["run"]), int(state["version"]), int(state["incarnation"]))
-        self._restarts = int(state["restarts"])
-        self._base_seed = None if state["seed"] is None else int(state["seed"])
-        self._values = dict(state["values"])
-        self._ledger.load_state_dict(state)
-
-    @classmethod
-    def is_state(cls, state: object) -> bool:
-        """Whether this is what a group's ``state_dict`` returns."""
-        keys = {"run", "version", "frames", "seed", "incarnation", "restarts", "episodes", "values"}
-        return isinstance(state, Mapping) and state.keys() == keys
-
-    def restore_version(self, run: int, version: int, incarnation: int) -> None:
-        """Go on after (run, version): in a newer run, never backwards, with other episodes. Idempotent.
-
-        Before ``connect``. It is all that a resumed run gets where the group is not the trainer's loader itself.
-
-        Args:
-            run: Of the run that goes on.
-            version: Of its newest push.
-            incarnation: The last one that its workers' seeds were made of.
-        """
-        if (run + 1, version) > (self._run, self._version):
-            self._run, self._version = run + 1, version
-        self._incarnation = max(self._incarnation, incarnation + 1)
-
     def __getstate__(self) -> dict[str, Any]:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
             raise TypeError("a group cannot be pickled while its workers run: it owns processes")
@@ -642,71 +347,6 @@ class CollectorGroup:
             f"{type(self).__name__}(num_workers={self.num_workers}, {{{schemes}}}, {self._state.value}, "
             f"version={self.version})"
         )
-
-    # --- inside --------------------------------------------------------------------------------------------------
-
-    @property
-    def running(self) -> bool:
-        """Whether the group has been launched and not stopped since."""
-        return self._state in (GroupState.LAUNCHED, GroupState.RUNNING)
-
-    @property
-    def connected(self) -> bool:
-        """Whether batches can be asked for."""
-        return self._state is GroupState.RUNNING
-
-    def _destinations(
-        self,
-        weights: Weights | PerWorker | None,
-        model_id: str | None,
-        weights_dict: Mapping[str, Weights | PerWorker] | None,
-    ) -> dict[str, Weights | PerWorker]:
-        if weights_dict is not None:
-            if weights is not None or model_id is not None:
-                raise ValueError("give either weights_dict, or weights with at most a model_id")
-            for name in weights_dict:
-                self._known(name)
-            return dict(weights_dict)
-        if weights is None and model_id is None and self._sources:
-            return dict(self._sources)
-        if model_id is None:
-            if len(self.weight_sync_schemes) != 1:
-                raise ValueError(f"give model_id or weights_dict: the group has {sorted(self.weight_sync_schemes)}")
-            model_id = next(iter(self.weight_sync_schemes))
-        self._known(model_id)
-        if weights is None:
-            if model_id not in self._sources:
-                raise ValueError(f"no weights are given for {model_id!r}, and none were before")
-            weights = self._sources[model_id]
-        return {model_id: weights}
-
-    def _timeout(self, destinations: Mapping[str, object]) -> float:
-        return max(self.weight_sync_schemes[name].timeout for name in destinations)
-
-    def _known(self, model_id: str) -> None:
-        if model_id not in self.weight_sync_schemes:
-            raise ValueError(f"there is no scheme for {model_id!r}; the group has {sorted(self.weight_sync_schemes)}")
-
-    def _running_pool(self) -> WorkerPool | InlinePool:
-        if self._pool is None or not self.running:
-            raise RuntimeError(f"the group is {self._state.value}: call start() first")
-        return self._pool
-
-    def _counter(self, name: str, before: int) -> int:
-        if self._state is not GroupState.RUNNING:
-            return before
-        owner = self.hub if self.hub is not None else self._pool
-        return int(getattr(owner, name))
-
-    def _seed_of(self, worker_idx: int) -> int:
-        """Of one worker, from (seed, rank, worker_idx, incarnation)."""
-        sequence = np.random.SeedSequence([self.base_seed, self.rank, worker_idx, self._incarnation])
-        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
-
-    def _new_seed(self, worker_idx: int) -> int:
-        """Of a replacement: a seed that no worker of this index has had. Called by one thread at a time."""
-        self._incarnation += 1
-        return self._seed_of(worker_idx)
 
 
 def _nothing() -> None:

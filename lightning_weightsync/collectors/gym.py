@@ -1,18 +1,17 @@
 """GymCollector: a policy that acts in gymnasium environments, and the batches that come of it.
 
 Every row of a batch is a real transition: reset steps never appear (vector environments of gymnasium make one by
-default), and ``next`` is never taken from the episode that follows. Only this and ``gym_envs`` import gymnasium.
+default), and ``next`` is never taken from the episode that follows. Only this and what it imports (``gym_envs``,
+``spaces``, ``columns``, ``checks``) need gymnasium.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
@@ -24,7 +23,9 @@ try:
     from gymnasium.vector import VectorEnv
 
     from lightning_weightsync.collectors.checks import find_nan, find_outside, raise_fault
-    from lightning_weightsync.collectors.gym_envs import Arrays, Env, Flags, Leaf, build_envs
+    from lightning_weightsync.collectors.columns import allocate, nested, unchecked
+    from lightning_weightsync.collectors.gym_envs import Env, build_envs
+    from lightning_weightsync.collectors.spaces import Arrays, Leaf
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("GymCollector needs gymnasium: pip install 'lightning_weightsync[gym]'") from error
 
@@ -135,8 +136,10 @@ class GymCollector:
         self._steps = frames_per_batch // num_envs
         # Where an environment may make no transition in a step, it makes one in every second step at least.
         rows = 2 * self._steps if self._envs.skips else self._steps
-        self._batch, self._columns = _allocate(self._envs.observations, num_envs, rows, worker_idx)
+        self._batch, self._columns = allocate(self._envs.observations, num_envs, rows, worker_idx)
         self._written: list[tuple[NestedKey, tuple[Tensor, ...]]] = []
+        self._action_columns: Arrays = []
+        self._no_grad = torch.inference_mode()
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches without end; episodes go on where the last batch, of whichever iterator, left them.
@@ -276,7 +279,7 @@ class GymCollector:
 
     def _call(self, observation: Arrays) -> Any:
         """What the policy makes of observations that nobody else will write to."""
-        given = TensorDict(_nested(self._observation_keys, map(torch.from_numpy, observation)), self._size)
+        given = unchecked(nested(self._observation_keys, map(torch.from_numpy, observation)), self._size)
         self._envs.at.title = None
         try:
             return self.policy(given)
@@ -288,13 +291,14 @@ class GymCollector:
 
     def _act(self, observation: Arrays, t: int) -> Arrays:
         """Call the policy, keep what it writes in column ``t``, and return the actions."""
-        with torch.inference_mode():
+        with self._no_grad:
             out = self._call(observation)
             if not self._written:
                 self._add_policy_columns(out)
             for key, column in self._written:
                 column[t].copy_(out.get(key))
-            return self._actions(out)
+        # Copies: what an environment does to its action stays its own.
+        return [column[:, t].copy() for column in self._action_columns]
 
     def _actions(self, out: TensorDictBase) -> Arrays:
         return [out.get(key).cpu().numpy() for key in self._action_keys]
@@ -349,23 +353,7 @@ class GymCollector:
             buffer = torch.zeros(*self._batch.batch_size, *value.shape[1:], dtype=value.dtype)
             self._batch.set(key, buffer)
             self._written.append((key, buffer.unbind(1)))
-
-
-@dataclass(frozen=True, slots=True)
-class _EnvColumns:
-    """numpy views of the columns that are filled at each step, each ``[num_envs, T, ...]``.
-
-    Writing through numpy costs an eighth of the same writes through TensorDict indexing.
-    """
-
-    observation: Arrays
-    version: npt.NDArray[np.int64]
-    following: Arrays
-    reward: npt.NDArray[np.float32]
-    terminated: Flags
-    truncated: Flags
-    done: Flags
-    real: Flags
+        self._action_columns = [self._batch[key].numpy() for key in self._action_keys]
 
 
 def _build_policy(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -394,46 +382,3 @@ def _draws_anyway(policy: nn.Module) -> str:
 
 def _key(leaf: Leaf) -> NestedKey:
     return leaf.path if leaf.keys else leaf.path[0]
-
-
-def _nested(paths: Iterable[tuple[str, ...]], values: Iterable[Any]) -> dict[str, Any]:
-    """Nested dictionaries with these values at these paths."""
-    root: dict[str, Any] = {}
-    for (*parents, name), value in zip(paths, values, strict=True):
-        inner = root
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[name] = value
-    return root
-
-
-def _allocate(leaves: Sequence[Leaf], num_envs: int, rows: int, worker_idx: int) -> tuple[TensorDict, _EnvColumns]:
-    """Make a batch with the columns that do not depend on the policy."""
-    size = (num_envs, rows)
-    paths = [leaf.path for leaf in leaves]
-    seen, following = (
-        [torch.from_numpy(np.zeros((*size, *leaf.shape), leaf.dtype)) for leaf in leaves] for _ in range(2)
-    )
-    reward = torch.zeros(*size, 1)
-    terminated, truncated, done = (torch.zeros(*size, 1, dtype=torch.bool) for _ in range(3))
-    version = torch.zeros(size, dtype=torch.int64)
-    after = {"reward": reward, "terminated": terminated, "truncated": truncated, "done": done}
-    batch = TensorDict(
-        _nested(paths, seen)
-        | {
-            "next": TensorDict(_nested(paths, following) | after, size),
-            "policy_version": version,
-            "worker_idx": torch.full(size, worker_idx, dtype=torch.int64),
-        },
-        size,
-    )
-    return batch, _EnvColumns(
-        observation=[column.numpy() for column in seen],
-        version=version.numpy(),
-        following=[column.numpy() for column in following],
-        reward=reward.numpy()[..., 0],
-        terminated=terminated.numpy()[..., 0],
-        truncated=truncated.numpy()[..., 0],
-        done=done.numpy()[..., 0],
-        real=np.ones(size, np.bool_),
-    )

@@ -27,10 +27,10 @@ class WorkerState(Enum):
 
 @dataclass
 class Rollout:
-    """One batch of one worker: views into its slot, or a copy (``owned``), and what the worker told with it.
+    """One batch of one worker, and what the worker told with it.
 
     Attributes:
-        batch: The batch.
+        batch: The batch: views into its slot, valid for now, or (``owned``) lent, or a copy.
         frames: How many transitions it has.
         episodes: (return, length) of those that ended in it.
         sums: What was gathered while it was made, by name, in nested lists of numbers; several where batches went by.
@@ -41,6 +41,13 @@ class Rollout:
     episodes: list[tuple[float, int]]
     sums: list[dict[str, Any]]
     owned: bool = False
+
+    def lend_from(self, request: BatchRequest) -> None:
+        """Make this batch, of this request, one that stays as it is, if a slot can be spared for it."""
+        assert request.asked is not None
+        lent = request.asked.reader.lend(request.slot)
+        if lent is not None:
+            self.batch, self.owned = lent, True
 
 
 @dataclass(eq=False)

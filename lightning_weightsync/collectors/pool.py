@@ -56,7 +56,7 @@ class WorkerPool(Fleet):
         return left
 
     def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
-        """One batch from every worker, in worker order; valid until the next call. Blocks on the slowest.
+        """One batch from every worker, in worker order; valid until the next call, or lent. Blocks on the slowest.
 
         What a lost worker has not finished is collected by its replacement, for which this waits.
 
@@ -70,7 +70,11 @@ class WorkerPool(Fleet):
         # If the last call was interrupted (Ctrl-C in a notebook), batches of old weights are still to come.
         collecting = [(i, worker) for i, worker in enumerate(self._workers) if worker.state is WorkerState.COLLECTING]
         self._gather([BatchRequest(index, asked=worker) for index, worker in collecting], look_around)
-        return self._gather([BatchRequest(index) for index in range(self.num_workers)], look_around)
+        requests = [BatchRequest(index) for index in range(self.num_workers)]
+        rollouts = self._gather(requests, look_around)
+        if len(rollouts) == 1:  # several are put together by a copy
+            rollouts[0].lend_from(requests[0])
+        return rollouts
 
     def _gather(self, requests: Sequence[BatchRequest], look_around: Callable[[], None]) -> list[Rollout]:
         """The batches of these requests, in their order."""
@@ -103,7 +107,7 @@ class WorkerPool(Fleet):
             if worker is asked or worker.state is not WorkerState.CONNECTED:
                 return None
             worker.state = WorkerState.COLLECTING
-            request.asked = worker
+            request.asked, request.slot = worker, worker.reader.free_slot()
         self._send(index, worker, "collect", slot=request.slot, version=0)
         return None
 

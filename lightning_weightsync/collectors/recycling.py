@@ -1,4 +1,4 @@
-"""Where does the memory of the trainer's batches come from? From those that nobody has any more.
+"""Where does the memory of batches that are copied come from? From those that nobody has any more.
 
 Large new memory is mapped page by page while it is first written, which takes several times as long as the copy itself,
 and is given back to the system when the batch is dropped. Here it is kept for a later batch. A tensor owns its memory
@@ -63,6 +63,10 @@ class BatchMemory:
                 place += part.nbytes
         move(moves)
         return made
+
+    def clear(self) -> None:
+        """Keep no unused memory, and none that is dropped from now on of batches that were made before."""
+        self._unused = {}
 
     def __reduce__(self) -> tuple[type[BatchMemory], tuple[()]]:
         return BatchMemory, ()

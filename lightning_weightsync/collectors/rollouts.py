@@ -1,23 +1,35 @@
-"""How does a batch get from a worker to the trainer? Through slots of shared memory, one copy in and one out.
+"""How does a batch get from a worker to the trainer? Through slots of shared memory, into which the worker copies it.
 
 The parent makes an anonymous memory file per worker, which the worker inherits. The worker's first batch fixes the
 schema: it sizes the file, and its layout travels once, as JSON. A slot is the worker's from the request that names it
 to the message that says it is full, and the parent's from then on until the next request that names it.
+
+A batch of one worker needs no copy out: its slot is *lent* to whoever has the batch, and comes back when the last
+tensor that looks into it, any view included, is gone, which its storage tells by ending. There are a few slots for
+that; who keeps more batches than those gets copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
+from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.strategy import write
-from lightning_weightsync.transports.layout import WeightLayout
+from lightning_weightsync.transports.layout import Leaf, WeightLayout
 from lightning_weightsync.transports.memory import map_memory
 
 NUM_SLOTS = 2
+"""Batches of a worker that wait for the trainer, or are being filled: one each, so that neither waits for the other."""
+
+LENT_SLOTS = 2
+"""Further slots, for batches that the trainer has: the one it asks for, and the one before, which it still names."""
 
 
 class BatchWriter:
@@ -49,7 +61,7 @@ class BatchWriter:
         layout = WeightLayout.of(leaves, find_aliases=False)
         if self._layout is None:
             self._layout, self._batch_size = layout, list(batch.batch_size)
-            self._views = _map_slots(self._descriptor, layout)
+            self._views = [list(layout.views(slot).values()) for slot in _map_slots(self._descriptor, layout)]
             write(self._views[slot], list(leaves.values()))
             return {"layout": layout.to_json(), "batch_size": self._batch_size}
         if layout != self._layout or list(batch.batch_size) != self._batch_size:
@@ -67,26 +79,78 @@ class BatchReader:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._batches: list[TensorDict] = []
+        self._slots: list[Tensor] = []
+        self._leaves: Sequence[Leaf] = ()
+        self._batch_size: list[int] = []
+        self._lent: Counter[int] = Counter()  # slot -> how many of its leaves are still there
+        self._ended: deque[int] = deque()  # the slots of those that are not; appended to by whichever thread drops one
 
     def open(self, schema: Mapping[str, Any]) -> None:
         """Map the slots, as the schema that came with the first batch says."""
         layout = WeightLayout.from_json(schema["layout"])
-        names = [tuple(leaf.name.split(".")) for leaf in layout.leaves]
-        self._batches = [
-            TensorDict(dict(zip(names, views, strict=True)), batch_size=schema["batch_size"])
-            for views in _map_slots(self._descriptor, layout)
-        ]
+        self._slots = _map_slots(self._descriptor, layout)
+        self._leaves, self._batch_size = layout.leaves, schema["batch_size"]
 
     def read(self, slot: int) -> TensorDict:
         """The batch in a slot as views into shared memory, valid until the slot is given back."""
-        return self._batches[slot]
+        memory = self._slot(slot)
+        return self._batch([memory[leaf.offset : leaf.offset + leaf.nbytes] for leaf in self._leaves])
+
+    def lend(self, slot: int) -> TensorDict | None:
+        """The batch in a slot as views into shared memory that stay as they are; ``None`` if too many are lent.
+
+        The slot must not be named in a request before ``take_back`` has returned it.
+        """
+        self.take_back()
+        if len(self._lent) == LENT_SLOTS:
+            return None
+        memory, parts = self._slot(slot).numpy(), []
+        for leaf in self._leaves:
+            # With a storage of its own, so that who keeps or saves one leaf does so with no other. The storage is the
+            # only one that knows this array, which therefore ends with the last view of it.
+            lease = memory[leaf.offset : leaf.offset + leaf.nbytes]
+            weakref.finalize(lease, self._ended.append, slot).atexit = False
+            parts.append(torch.from_numpy(lease))
+        self._lent[slot] = len(parts)
+        return self._batch(parts)
+
+    def take_back(self) -> list[int]:
+        """The slots that were lent, and that nobody looks into any more since the last call."""
+        back = []
+        while self._ended:
+            slot = self._ended.popleft()
+            self._lent[slot] -= 1
+            if not self._lent[slot]:
+                del self._lent[slot]
+                back.append(slot)
+        return back
+
+    def free_slot(self) -> int:
+        """A slot that is not lent."""
+        self.take_back()
+        return min(set(range(NUM_SLOTS + LENT_SLOTS)) - self._lent.keys())
+
+    def close(self) -> None:
+        """Give the memory back, once nobody has a lent batch any more."""
+        self._slots = []
+
+    def _slot(self, slot: int) -> Tensor:
+        if not self._slots:
+            raise WeightSyncError("the workers were stopped: their batches are gone")
+        return self._slots[slot]
+
+    def _batch(self, parts: Sequence[Tensor]) -> TensorDict:
+        """The leaves, of which these are the bytes, as a batch."""
+        views = {
+            tuple(leaf.name.split(".")): part.view(leaf.torch_dtype).view(leaf.shape)
+            for leaf, part in zip(self._leaves, parts, strict=True)
+        }
+        return TensorDict(views, self._batch_size)
 
 
-def _map_slots(descriptor: int, layout: WeightLayout) -> list[list[Tensor]]:
-    memory = map_memory(descriptor, NUM_SLOTS * layout.nbytes)
-    slots = [memory[i * layout.nbytes : (i + 1) * layout.nbytes] for i in range(NUM_SLOTS)]
-    return [list(layout.views(slot).values()) for slot in slots]
+def _map_slots(descriptor: int, layout: WeightLayout) -> list[Tensor]:
+    number = NUM_SLOTS + LENT_SLOTS
+    return list(map_memory(descriptor, number * layout.nbytes).view(number, layout.nbytes))
 
 
 def _leaves(batch: TensorDictBase) -> dict[str, Tensor]:

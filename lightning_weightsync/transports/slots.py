@@ -167,6 +167,7 @@ class SlotPool:
         with self._mutex:
             for slot in self._slots.values():
                 _close(slot)
+                slot.holders.clear()  # one that knows the slots that it holds would keep them, and they it
             self._slots.clear()
 
     def __len__(self) -> int:

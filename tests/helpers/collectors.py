@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import gymnasium
@@ -217,8 +218,8 @@ class Blocks:
         self.policy = Policy()
 
     def __iter__(self) -> Iterator[TensorDict]:
-        while True:
-            yield TensorDict({"block": torch.zeros(1, self.nbytes, dtype=torch.uint8)}, [1])
+        for number in count():
+            yield TensorDict({"block": torch.full((1, self.nbytes), number % 256, dtype=torch.uint8)}, [1])
 
     def close(self) -> None:
         pass

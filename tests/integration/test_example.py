@@ -27,8 +27,8 @@ ENDINGS = {
     # name: (arguments of python, signal once it trains, whether the exit code is 0)
     "normal": (["-m", "examples.cartpole_ppo", "--max-epochs", "1"], None, False),  # not solved in one epoch
     "exception": (["-c", RAISES], None, False),
-    "SIGINT": (["-m", "examples.cartpole_ppo"], signal.SIGINT, False),
-    "SIGTERM": (["-m", "examples.cartpole_ppo"], signal.SIGTERM, True),  # Lightning's choice
+    "SIGINT": (["-m", "examples.cartpole_ppo", "--num-workers", "2"], signal.SIGINT, False),
+    "SIGTERM": (["-m", "examples.cartpole_ppo", "--num-workers", "2"], signal.SIGTERM, True),  # Lightning's choice
 }
 
 

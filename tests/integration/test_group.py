@@ -539,6 +539,36 @@ def test_workers_differ_from_each_other_and_a_run_can_be_repeated():
     assert torch.equal(first_batches(None, 0)["observation"], once["observation"]), "seed=None is not torch's"
 
 
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_two_runs_of_one_seed_give_identical_batches(num_workers):
+    def start():
+        group = group_of(num_workers, seed=3)
+        group.launch()  # both runs' interpreters import at the same time
+        return group
+
+    def batches_of(group):
+        kept, clones, policy = [], [], Policy(0)
+        with group:
+            group.update_policy_weights_(policy)
+            for batch in islice(group, 5):
+                kept.append(batch)
+                clones.append(batch.clone())
+                with torch.no_grad():
+                    policy.body.weight.mul_(-1.5)
+                group.update_policy_weights_(policy)
+        return kept, clones
+
+    runs = [start(), start()]
+    (once, clones), (again, _) = map(batches_of, runs)
+    for first, second, clone in zip(once, again, clones, strict=True):
+        assert first["worker_idx"][:, 0].tolist() == [w for w in range(num_workers) for _ in range(NUM_ENVS)]
+        for key in first.keys(include_nested=True, leaves_only=True):
+            assert torch.equal(first[key], second[key]), key
+            assert torch.equal(first[key], clone[key]), "a batch that was kept has changed"
+    assert [int(batch["policy_version"].max()) for batch in once] == list(range(5))
+    assert len({tuple(batch["action"].flatten().tolist()) for batch in once}) > 1
+
+
 def test_a_resumed_group_goes_on_in_a_newer_run_with_other_episodes():
     with group_of(0, seed=7) as group:
         group.update_policy_weights_(Policy(0))

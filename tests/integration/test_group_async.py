@@ -448,10 +448,17 @@ def test_memory_and_descriptors_do_not_grow(no_leftovers):
                 group.send_async({"policy": policy})
             return batch
 
-        assert learn_from(40)["block"].nbytes == Blocks.nbytes
+        kept = learn_from(40)
+        assert kept["block"].nbytes == Blocks.nbytes
+        value = kept["block"].clone()
         before = held(pids)
         learn_from(300)
         for (memory, descriptors), (memory_then, descriptors_then) in zip(held(pids), before, strict=True):
             assert memory - memory_then < 30 * Blocks.nbytes
             # At most six slots of weights are made (two per worker, and two), and not all at the start.
             assert descriptors <= descriptors_then + 8
+    assert torch.equal(kept["block"], value)
+    del kept
+    mapped = Path("/proc/self/maps").read_text()
+    assert "memfd:lightning_weightsync" not in mapped, "the group that was stopped holds on to its memory"
+    assert group.version == 340

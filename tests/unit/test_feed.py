@@ -44,6 +44,26 @@ def test_a_slot_is_asked_for_again_once_its_batch_has_been_handed_over():
     assert asked(feed, waiting=False) == [(0, 0)]
 
 
+def test_a_lent_slot_is_not_asked_for_until_it_is_given_back_and_a_spare_one_takes_its_place():
+    feed = Feed([0], SLOTS, spare=2)
+    assert asked(feed) == [(0, 0), (0, 1)], "spare slots are not for collecting further ahead"
+    for slot, next_slot in ((0, 2), (1, 3)):
+        feed.arrived(0, slot, 0)
+        feed.hand_over(feed.next(0), 0, lent=True)
+        assert asked(feed) == [(0, next_slot)]
+    feed.arrived(0, 2, 0)
+    feed.hand_over(feed.next(0), 0)
+    assert asked(feed) == [(0, 2)]
+    feed.give_back(0, 1)
+    feed.give_back(0, 0)
+    assert asked(feed) == []
+    feed.arrived(0, 3, 0)
+    feed.hand_over(feed.next(0), 0)
+    assert asked(feed) == [(0, 0)]
+    feed.lose(0)
+    feed.give_back(0, 2)  # of a worker that is gone: nobody misses it
+
+
 def test_batches_go_in_the_order_in_which_they_came_whatever_their_age():
     feed = Feed(range(2), SLOTS)
     asked(feed)

@@ -100,6 +100,15 @@ def test_little_is_kept_after_many_batches_were_held_at_once():
     assert all(len(unused) <= KEPT for unused in memory._unused.values())
 
 
+def test_nothing_is_kept_after_it_was_cleared():
+    memory = BatchMemory()
+    held = memory.concatenated([batch(1)])
+    memory.clear()
+    del held
+    gc.collect()
+    assert not any(memory._unused.values())
+
+
 def test_batches_that_differ_in_more_than_rows_are_refused():
     other = batch(1).set("extra", torch.zeros(ROWS, T))
     for parts in ([batch(1), other], [other, batch(1)], [batch(1), batch(1, large=False)]):

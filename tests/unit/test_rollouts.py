@@ -1,12 +1,15 @@
 import copy
+import io
 import json
 import os
+import threading
 
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
-from lightning_weightsync.collectors.rollouts import NUM_SLOTS, BatchReader, BatchWriter
+from lightning_weightsync.collectors.rollouts import LENT_SLOTS, NUM_SLOTS, BatchReader, BatchWriter
+from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.transports.memory import create_memory_file
 from tests.helpers.models import assert_same_bits
 
@@ -112,6 +115,85 @@ def test_what_is_read_is_the_shared_memory_itself_until_it_is_copied(ring):
     writer.write(0, batch(2))
     assert_same_bits(leaves(got), leaves(batch(2)))
     assert_same_bits(leaves(kept), leaves(batch(1)))
+
+
+# --- slots that are lent ---------------------------------------------------------------------------------------------
+
+
+def test_a_lent_batch_is_the_slot_and_as_good_as_any_other(ring):
+    through(ring, batch(1), slot=1)
+    lent = ring[1].lend(1)
+    assert_same_bits(leaves(lent), leaves(batch(1)))
+    assert list(leaves(lent)) == list(leaves(batch(1))) and lent.batch_size == torch.Size([ENVS, STEPS])
+    ring[0].write(1, batch(2))  # what nobody does
+    assert_same_bits(leaves(lent), leaves(batch(2)))
+    lent["extra"] = lent["observation"].mul_(2)
+    ring[0].write(1, batch(3))
+    assert_same_bits(leaves(ring[1].read(1)), leaves(batch(3)))
+    saved = io.BytesIO()
+    torch.save(lent["policy_version"], saved)
+    assert len(saved.getvalue()) < 4096 and lent["policy_version"].untyped_storage().nbytes() == 8 * ENVS * STEPS
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda lent: lent,
+        lambda lent: lent["next", "done"],
+        lambda lent: lent["observation"][1, 1:2],
+        lambda lent: lent["next", "stats", "value"].view(torch.int16).numpy(),
+        lambda lent: lent[0],
+        lambda lent: memoryview(lent["action"].numpy()),
+        lambda lent: (lent["next", "reward"] * torch.ones((), requires_grad=True)).sum(),
+    ],
+    ids=["all", "a column", "a slice", "numpy", "an environment", "a memoryview", "a graph"],
+)
+def test_a_slot_comes_back_when_nobody_has_any_part_of_its_batch(ring, part):
+    through(ring, batch(1))
+    reader = ring[1]
+    lent = reader.lend(0)
+    kept = part(lent)
+    del lent
+    assert reader.take_back() == [] and reader.free_slot() != 0
+    del kept
+    assert reader.take_back() == [0]
+    assert reader.take_back() == [] and reader.free_slot() == 0
+
+
+def test_no_more_slots_are_lent_than_can_be_spared(ring):
+    reader = ring[1]
+    through(ring, batch(1))
+    lent = [reader.lend(slot) for slot in range(LENT_SLOTS)]
+    assert reader.lend(LENT_SLOTS) is None
+    assert reader.free_slot() == LENT_SLOTS
+    lent.pop(0)
+    assert reader.free_slot() == 0
+    assert reader.lend(LENT_SLOTS) is not None
+
+
+def test_batches_may_be_dropped_by_any_thread(ring):
+    reader = ring[1]
+    through(ring, batch(1))
+    for _ in range(200):
+        lent = [reader.lend(0), reader.lend(1)]
+        threads = [threading.Thread(target=lent.pop) for _ in lent]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(reader.take_back()) == [0, 1]
+
+
+def test_a_lent_batch_outlives_the_ring(ring):
+    through(ring, batch(1))
+    lent = ring[1].lend(0)
+    ring[1].close()
+    assert_same_bits(leaves(lent), leaves(batch(1)))
+    with pytest.raises(WeightSyncError, match="stopped"):
+        ring[1].read(1)
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
 
 
 def test_writing_does_not_change_what_was_given_and_does_not_follow_it(ring):

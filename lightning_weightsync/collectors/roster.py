@@ -1,0 +1,199 @@
+"""Who of the workers is there, what have they said, and which of them are lost?
+
+One entry per index: the process that is there now. Whoever waits for workers looks here; what becomes of a lost one is
+the ``fleet``'s business.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lightning_weightsync.collectors.member import Member, WorkerState, reported
+from lightning_weightsync.collectors.supervisor import Supervisor
+from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerDied
+from lightning_weightsync.schemes.base import WeightSyncScheme
+from lightning_weightsync.transports.control import ChannelClosed
+from lightning_weightsync.transports.hub import LinkHub
+from lightning_weightsync.transports.link import LinkState, WorkerLink
+from lightning_weightsync.transports.pushing import raise_failures
+
+log = logging.getLogger(__name__)
+
+LOOK_AROUND_MS = 100
+
+
+class Roster:
+    """The workers of a hub, their mail, and their losses.
+
+    Args:
+        num_workers: How many there are to be.
+        schemes: By destination.
+        max_restarts: Of each worker, within any ten minutes.
+    """
+
+    def __init__(self, num_workers: int, schemes: Mapping[str, WeightSyncScheme], max_restarts: int) -> None:
+        self.schemes = schemes
+        first = next(iter(schemes.values()), None)
+        timeouts = [s.connect_timeout for s in schemes.values() if s.connect_timeout is not None]
+        self.hub = LinkHub(
+            num_workers,
+            host=first.host if first is not None else "127.0.0.1",
+            local=any(scheme.wants_local for scheme in schemes.values()),
+            connect_timeout=max(timeouts, default=None),
+            heartbeat_timeout=max((s.heartbeat_timeout for s in schemes.values()), default=30.0),
+            watcher=self,
+        )
+        self.supervisor = Supervisor(max_restarts)
+        self._workers: list[Member] = []
+        # Over members, their mail, and the supervisor; nobody waits for a push or a worker while he holds it.
+        self._mutex = threading.RLock()
+        self._listened = 0.0
+
+    # --- losses --------------------------------------------------------------------------------------------------
+
+    def cause_of_death(self, worker_idx: int, wait: float) -> Exception | None:
+        """See ``transports.hub.Watcher``: an error that the worker told of, or the end of its process."""
+        if worker_idx >= len(self._workers):
+            return WorkerDied(f"worker {worker_idx} has left: there are {len(self._workers)}")
+        worker = self._workers[worker_idx]
+        self._look(worker_idx, worker, wait)
+        return worker.cause
+
+    def notice(self) -> None:
+        """See which workers are lost, of those that nobody waits for too. See ``caretaker.Ward``."""
+        now = time.monotonic()
+        waited_for = [i for i, worker in enumerate(self._workers) if worker.state is WorkerState.COLLECTING]
+        if waited_for and now - self._listened > self.hub.heartbeat_timeout / 8:
+            self._listened = now
+            self.hub.give_up_silent(waited_for)
+        for index, worker in enumerate(self._workers):
+            # Mail is left to those who wait for it: they would sleep on.
+            if worker.process.ended() is not None or self._broken_link(index, worker) is not None:
+                self._look(index, worker)
+
+    def _look(self, index: int, worker: Member | None = None, wait: float = 0.0) -> None:
+        """See whether a worker is lost: it told of an error, its process ended, or its link was given up."""
+        worker = worker or self._workers[index]
+        if worker.cause is not None or worker.state is WorkerState.STOPPED:
+            return
+        ended = worker.process.ended(wait)
+        self._read(index, worker)
+        if ended is not None:
+            self._lose(index, worker, WorkerDied(f"worker {index} (pid {worker.process.pid}) ended: {ended}"))
+        link = self._broken_link(index, worker)
+        if link is not None:
+            self._lose(index, worker, link.cause or WorkerDied(f"worker {index}: its link is gone"))
+
+    def _broken_link(self, index: int, worker: Member) -> WorkerLink | None:
+        """This worker's link if it was given up; not that of the worker before."""
+        link = self.hub.links.get(index)
+        own = link is not None and link.pid == worker.process.pid
+        return link if own and link is not None and link.state is LinkState.BROKEN else None
+
+    def _lose(self, index: int, worker: Member, cause: Exception) -> None:
+        """A worker is lost for this cause, unless it was lost before."""
+        with self._mutex:
+            if worker.cause is not None or self.supervisor.stopped:
+                return
+            worker.state, worker.cause = WorkerState.FAILED, cause
+            if worker in self._workers:
+                self._count(index, cause)
+
+    def _count(self, index: int, cause: Exception) -> None:
+        """A worker, or its replacement, is lost: see what becomes of it, and say so."""
+        with self._mutex:
+            wait = self.supervisor.died(index, cause)
+            if wait is not None:
+                restart = f"restart {self.supervisor.restarts(index) + 1}"
+                line, _, stack = str(cause).partition("\n")
+                log.warning(f"{line}; its replacement starts {f'in {wait:.1f} s' if wait else 'now'} ({restart})")
+                if stack:
+                    log.info(stack)
+            elif index in self.supervisor.ended and self.supervisor.condition(index) is not None:
+                log.error(str(self.supervisor.ended[index]).partition("\n")[0])
+        self._call_caretaker()
+
+    def _call_caretaker(self) -> None:
+        """There may be something to replace."""
+        raise NotImplementedError
+
+    # --- mail ----------------------------------------------------------------------------------------------------
+
+    def _check_running(self, workers: Iterable[Member]) -> None:
+        if self.supervisor.stopped or any(worker.state is WorkerState.STOPPED for worker in workers):
+            raise WeightSyncError("the workers were stopped while they were waited for")
+
+    def _await(
+        self,
+        kind: str,
+        workers: Mapping[int, Member],
+        deadline: float,
+        look_around: Callable[[], None] = lambda: None,
+    ) -> None:
+        """One message of this kind from each of these workers, which are starting; a loss of any of them raises."""
+        started = time.monotonic()
+        missing = dict(workers)
+        while True:
+            for index, worker in list(missing.items()):
+                self._look(index, worker)
+                with self._mutex:
+                    if worker.take(kind) is not None:
+                        del missing[index]
+            raise_failures(_causes(workers if missing else {}), f"waiting for {kind!r}")
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                seconds = f"after {time.monotonic() - started:.1f} s"
+                late = {
+                    i: WeightSyncTimeout(f"worker {i} (pid {w.process.pid}) was still {w.state.value} {seconds}")
+                    for i, w in missing.items()
+                }
+                raise_failures(late, f"waiting for {kind!r}")
+            self._check_running(missing.values())
+            look_around()
+            self._wait_for_mail(missing.values())
+
+    @staticmethod
+    def _wait_for_mail(workers: Iterable[Member]) -> None:
+        """Sleep until one of these has sent something, or for a tenth of a second."""
+        poller = select.poll()
+        for worker in workers:
+            descriptor = worker.process.jobs.fileno()
+            if worker.cause is None and descriptor >= 0:
+                poller.register(descriptor, select.POLLIN)
+        poller.poll(LOOK_AROUND_MS)
+
+    def _read(self, index: int, worker: Member) -> None:
+        """Take in what the worker has sent; an error it tells of, or the end of its channel, is its end."""
+        with self._mutex:  # the thread that delivers pushes asks for causes of death too
+            self._take_in(index, worker)
+
+    def _take_in(self, index: int, worker: Member) -> None:
+        try:
+            while (message := worker.process.jobs.poll()) is not None:
+                if message.kind in ("error", "stuck"):
+                    self._lose(index, worker, reported(index, worker.process.pid, message))
+                elif message.kind != "booted":
+                    worker.inbox.append(message)
+                if message.kind == "batch" and message["schema"]:
+                    worker.reader.open(message["schema"])
+        except ChannelClosed as error:
+            if worker.cause is None and worker.state is not WorkerState.STOPPED:
+                ended = worker.process.ended(0.5) or f"its job channel broke: {error}"
+                self._lose(index, worker, WorkerDied(f"worker {index} (pid {worker.process.pid}) ended: {ended}"))
+
+    def _send(self, index: int, worker: Member, kind: str, blob: bytes = b"", **fields: Any) -> None:
+        """Send a message; if the worker is gone, that is noticed and nothing is raised."""
+        try:
+            worker.process.jobs.send(kind, blob, deadline=time.monotonic() + self.hub.connect_timeout, **fields)
+        except ChannelClosed:
+            self._look(index, worker, 0.5)
+
+
+def _causes(workers: Mapping[int, Member]) -> dict[int, Exception]:
+    return {index: worker.cause for index, worker in workers.items() if worker.cause is not None}
