@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -153,6 +154,7 @@ class CollectorGroup:
         self._incarnation = 0
         self._restarts = 0
         self._starts = 0
+        self._owner = 0  # the process that has launched it
         self._base_seed: int | None = None
         self._sources: dict[str, Weights | PerWorker] = {}
         self._values: dict[str, Any] = {}
@@ -169,6 +171,7 @@ class CollectorGroup:
         """
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
             raise RuntimeError(f"the group is {self._state.value} already: shut it down before it is started again")
+        self._owner = os.getpid()
         self._restarts = self.restarts
         if self._starts:
             self._run += 1
@@ -240,6 +243,9 @@ class CollectorGroup:
         """
         deadline = time.monotonic() + timeout
         atexit.unregister(self.shutdown)
+        if self.running and self._owner != os.getpid():  # a forked child stops nothing of its parent's
+            self._pool, self._state = None, GroupState.STOPPED
+            return
         self.stop_evaluations(min(timeout, GRACE_AFTER_FAILURE))
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING) and self._pool is not None:
             self._run, self._version = self.run, self.version
@@ -649,6 +655,19 @@ class CollectorGroup:
     def running(self) -> bool:
         """Whether the group has been launched and not stopped since."""
         return self._state in (GroupState.LAUNCHED, GroupState.RUNNING)
+
+    def check_process(self) -> None:
+        """Raise in a process that was forked from the one that runs the group.
+
+        Raises:
+            RuntimeError: Two processes would speak to the same workers over the same sockets.
+        """
+        if self.running and self._owner != os.getpid():
+            raise RuntimeError(
+                f"this group was started in process {self._owner}, and process {os.getpid()} was forked from it (by "
+                "strategy='ddp_notebook' or 'ddp_fork'): its workers cannot serve several ranks. Do not start the "
+                "group before fit: UpdateWeights starts it in each rank"
+            )
 
     @property
     def connected(self) -> bool:

@@ -165,6 +165,43 @@ class Mortal(Policy):
             times(self.directory, 1, self.fault)
 
 
+class Sluggish(Policy):
+    """Takes ``seconds`` to apply version ``at``, counted from 0 by its own applied ones."""
+
+    def __init__(self, seed: int | None = None, *, seconds: float = 0.0, at: int = -1) -> None:
+        super().__init__(seed)
+        self.seconds, self.at, self.version = seconds, at, -1
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(0)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.version += 1
+        if self.version == self.at:
+            time.sleep(self.seconds)
+
+
+class Stamped:
+    """A collector's batches with a column that tells whether the worker takes itself for a rank."""
+
+    def __init__(self, collector: GymCollector) -> None:
+        self.collector = collector
+        self.policy, self.gate = collector.policy, collector.gate
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        for batch in self.collector:
+            distributed = any(name in os.environ for name in _VARIABLES) or torch.distributed.is_initialized()
+            batch["variables"] = torch.full(tuple(batch.batch_size), distributed)
+            yield batch
+
+    def close(self) -> None:
+        self.collector.close()
+
+
+def stamped_collector(*, worker_idx: int, seed: int, policy: Callable[[], nn.Module] = Sluggish) -> Stamped:
+    return Stamped(gym_collector(worker_idx=worker_idx, seed=seed, policy=policy))
+
+
 class ParentEnv(CountingEnv):
     """Starts a process of its own, as environments with a simulator do; it ignores polite requests to stop."""
 
