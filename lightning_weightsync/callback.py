@@ -23,6 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -32,7 +33,7 @@ from torch import nn
 from lightning_weightsync.cadence import Cadence, IntervalUnit, OptimizerStepCounter, owning_optimizers
 from lightning_weightsync.collectors.group import GRACE_AFTER_FAILURE, CollectorGroup
 from lightning_weightsync.paths import PathError, resolve_first
-from lightning_weightsync.ranks import ParentWatch, sharded_parameter, sharding_strategy
+from lightning_weightsync.ranks import RankWatch, separate_sweeps, sharded_parameter, sharding_strategy
 from lightning_weightsync.schemes.strategy import WeightStrategy
 from lightning_weightsync.transports.pushing import PushHandle, PushState
 
@@ -130,7 +131,7 @@ class UpdateWeights(pl.Callback):
         self._version = 0
         self._launched = False
         self._fit = _Fit()
-        self._parent = ParentWatch()
+        self._watch = RankWatch()
         self._under_way: list[PushHandle] = []
         self._sources: dict[str, Any] = {}
         self._steps: OptimizerStepCounter | None = None
@@ -185,8 +186,8 @@ class UpdateWeights(pl.Callback):
             # A module that builds its networks in setup() or configure_model() has them only in on_fit_start.
             if not (is_overridden("setup", pl_module) or is_overridden("configure_model", pl_module)):
                 raise
-        self._parent.stop()
-        self._parent = ParentWatch.start(trainer.local_rank, trainer.world_size)
+        self._watch.stop()
+        self._watch = RankWatch.start(trainer.local_rank, trainer.world_size)
         if self._group is not None and not self._group.running:
             self._launched = True
             self._group.launch()
@@ -336,6 +337,8 @@ class UpdateWeights(pl.Callback):
         if self._group is not None:
             self._group.check_process()
         reason = sharding_strategy(trainer.strategy) if self.weight_update_map is not None else None
+        if reason is None and trainer.world_size > 1 and type(trainer.strategy.launcher) is _SubprocessScriptLauncher:
+            reason = separate_sweeps()
         if reason is not None:
             raise MisconfigurationException(reason)
 
@@ -478,7 +481,7 @@ class UpdateWeights(pl.Callback):
         """Called while the group waits for a batch: Lightning itself looks at SIGTERM only when a batch has ended."""
         if self.trainer is not None and self.trainer.received_sigterm:
             raise SIGTERMException
-        self._parent.look()
+        self._watch.look()
 
     def _stop_counting(self) -> None:
         if self._steps is not None:
@@ -500,7 +503,7 @@ class UpdateWeights(pl.Callback):
 
     def _stop(self, timeout: float = 10.0) -> None:
         self._stop_counting()
-        self._parent.stop()
+        self._watch.stop()
         if self._launched and self._group is not None:
             self._launched = False
             self._group.shutdown(timeout)

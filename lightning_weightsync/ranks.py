@@ -1,4 +1,4 @@
-"""What does one rank need of the others? That its parameters are whole, and to end when whoever started it is gone.
+"""What does one rank need of the others? Parameters that are whole on each, and to end when the others are gone.
 
 Nothing here talks to other ranks: each has workers of its own and pushes at its own pace.
 """
@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
 import threading
+import time
 from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -17,8 +22,8 @@ from lightning_weightsync.errors import WeightSyncError
 
 log = logging.getLogger(__name__)
 
-GRACE_AFTER_PARENT = 5.0
-"""Seconds that a rank gets to end in good order when the process that started it has ended."""
+GRACE = 5.0
+"""Seconds that a rank gets to end by itself when it cannot go on any more."""
 
 _LOOK_SECONDS = 0.5
 _SHARDING_STRATEGIES = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAFSDPStrategy")
@@ -67,66 +72,103 @@ def _sharded(parameter: nn.Parameter) -> str | None:
     return None
 
 
-class ParentWatch:
-    """Ends a rank soon after the process that has started it: rank 0 under ``ddp``, an agent under ``torchrun``.
+def separate_sweeps() -> str | None:
+    """Why ranks that run the same command each would not be in one folder, or ``None`` if they would."""
+    hydra_config = sys.modules.get("hydra.core.hydra_config")
+    if hydra_config is None or not hydra_config.HydraConfig.initialized():
+        return None
+    node = hydra_config.HydraConfig.get()
+    written = {key: node.sweep._get_node(key)._value() for key in ("dir", "subdir")}
+    if node.mode is None or node.mode.name != "MULTIRUN" or not any("${now" in str(text) for text in written.values()):
+        return None
+    return (
+        "Lightning's 'ddp' starts each further rank by running the command again, here a whole Hydra sweep, and "
+        f"hydra.sweep.dir has the time in it ({written['dir']}): that rank would be in another folder. Set "
+        "hydra.sweep.dir to a fixed path, or strategy='ddp_spawn'"
+    )
 
-    Lightning ends rank 0 when another rank has failed. Nothing ends the others when rank 0 is gone: one that waits for
-    its own workers does not notice, and waits on.
 
-    A thread looks at the parent's process id. When it changes, ``look`` raises, for whoever waits; where nobody looks
-    for ``GRACE_AFTER_PARENT`` seconds (in a collective, in a signal's handler), the process ends, and its workers with
-    it.
+class RankWatch:
+    """Ends a rank that cannot go on and does not notice, and with it its workers.
+
+    * **The process that has started it is gone**: rank 0 under ``ddp``, the agent under ``torchrun``. Lightning ends
+      rank 0 when another rank has failed, but nothing ends the others when rank 0 has: one that waits for its own
+      workers waits on. ``look`` raises then.
+    * **SIGTERM in the middle of a collective operation**: Lightning's handler makes a collective of its own, waits in
+      it for another rank, and that one waits for this rank in the operation that was interrupted.
+
+    A thread looks twice a second. What has not ended ``GRACE`` seconds after that is ended: no Python code runs in a
+    main thread that waits in a collective.
     """
 
     def __init__(self) -> None:
-        self._parent = os.getppid()
+        self._parent = 0
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
 
     @classmethod
-    def start(cls, local_rank: int, world_size: int) -> ParentWatch:
-        """Watch, if this rank was started by a Python process; whoever else starts ranks may well end before them."""
+    def start(cls, local_rank: int, world_size: int) -> RankWatch:
+        """Watch this process; with one rank there is nothing to watch."""
         watch = cls()
-        if world_size > 1 and local_rank > 0 and _parent_is_python():
-            watch._thread = threading.Thread(target=watch._run, name="weight-sync-parent", daemon=True)
-            watch._thread.start()
+        if world_size > 1:
+            watch._parent = os.getppid() if local_rank > 0 and _parent_runs_this_script() else 0
+            threading.Thread(target=watch._run, name="weight-sync-rank", daemon=True).start()
         return watch
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), ()  # another process has another parent, and is watched when it says so
+        return type(self), ()  # another process is watched when it says so
 
     def look(self) -> None:
         """Raise if the parent is gone.
 
         Raises:
-            WeightSyncError: It is, and says why itself.
+            WeightSyncError: It is; why, it has said itself.
         """
-        if self._thread is not None and self._gone:
-            raise WeightSyncError(f"{self._words}: this rank has nobody to train with, see there for the reason")
+        if self._orphaned():
+            raise WeightSyncError(f"the process that started this rank (pid {self._parent}) has ended: see there why")
 
     def stop(self) -> None:
         """Watch no longer; does not block."""
         self._stopped.set()
 
-    @property
-    def _gone(self) -> bool:
-        return os.getppid() != self._parent
-
-    @property
-    def _words(self) -> str:
-        return f"the process that started this rank (pid {self._parent}) has ended"
+    def _orphaned(self) -> bool:
+        return self._parent > 0 and os.getppid() != self._parent
 
     def _run(self) -> None:
+        orphaned = stuck = 0.0
         while not self._stopped.wait(_LOOK_SECONDS):
-            if self._gone:
-                if not self._stopped.wait(GRACE_AFTER_PARENT):
-                    log.error(f"{self._words}, {GRACE_AFTER_PARENT:.0f} s ago: this rank ends")
-                    os._exit(1)  # the main thread may be anywhere, in a collective too
-                return
+            now = time.monotonic()
+            orphaned = (orphaned or now) if self._orphaned() else 0.0
+            stuck = (stuck or now) if _in_sigterm_handler() else 0.0
+            if orphaned and now - orphaned > GRACE:
+                _end(1, f"the process that started this rank (pid {self._parent}) has ended")
+            if stuck and now - stuck > GRACE:
+                _end(
+                    128 + signal.SIGTERM,
+                    "SIGTERM came in the middle of a collective operation: Lightning's handler of it waits for another "
+                    "rank, which waits for this one",
+                )
 
 
-def _parent_is_python() -> bool:
+def _end(code: int, reason: str) -> None:
+    log.error(f"{reason}. This rank ends now")
+    os._exit(code)
+
+
+def _in_sigterm_handler() -> bool:
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == "_sigterm_notifier_fn":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _parent_runs_this_script() -> bool:
+    """Whether this rank was started by another one, or by ``torchrun``; other launchers may well end before it."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    names = {os.path.basename(sys.argv[0])} | ({spec.name} if spec is not None else set())
     try:
-        return os.readlink(f"/proc/{os.getppid()}/exe") == os.readlink("/proc/self/exe")
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except OSError:  # another user's, or no Linux
         return False
+    return any(os.path.basename(part) in names for part in command)

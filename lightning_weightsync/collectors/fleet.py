@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
-
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.caretaker import Caretaker
+from lightning_weightsync.collectors.logs import hand_on
 from lightning_weightsync.collectors.member import Member, WorkerState, reported
+from lightning_weightsync.collectors.pickling import dumps
 from lightning_weightsync.collectors.supervisor import Condition, Supervisor
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerDied
 from lightning_weightsync.schemes.base import WeightSyncScheme
@@ -162,7 +162,9 @@ class Fleet:
         self._caretaker.join(max(0.5, deadline - time.monotonic()))
         for index, worker in enumerate(self._workers):
             is_replacement = worker.state is WorkerState.STARTING and self.supervisor.condition(index) is not None
-            worker.process.reap(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
+            worker.process.ended(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
+            self._read(index, worker)  # its last log records
+            worker.process.reap(0.0)
             if worker.state is not WorkerState.FAILED:
                 worker.state = WorkerState.STOPPED
 
@@ -365,7 +367,9 @@ class Fleet:
     def _tell_to_build(self, index: int, worker: Member, seed: int) -> None:
         timeouts = {"connect_timeout": float(self.hub.connect_timeout), "env_timeout": self._env_timeout}
         values = dict(self.hub.values)
-        self._send(index, worker, "build", self._order, worker_idx=index, seed=seed, values=values, **timeouts)
+        level = logging.getLogger().getEffectiveLevel()
+        fields = {"worker_idx": index, "seed": seed, "values": values, "log_level": level, **timeouts}
+        self._send(index, worker, "build", self._order, **fields)
 
     def _check_running(self, workers: Iterable[Member]) -> None:
         if self.supervisor.stopped or any(worker.state is WorkerState.STOPPED for worker in workers):
@@ -421,6 +425,8 @@ class Fleet:
             while (message := worker.process.jobs.poll()) is not None:
                 if message.kind in ("error", "stuck"):
                     self._lose(index, worker, reported(index, worker.process.pid, message))
+                elif message.kind == "log":
+                    hand_on(index, message)
                 elif message.kind != "booted":
                     worker.inbox.append(message)
                 if message.kind == "batch" and message["schema"]:
@@ -444,10 +450,9 @@ def _causes(workers: Mapping[int, Member]) -> dict[int, Exception]:
 
 def _pickled(factory: CollectorFactory, schemes: Mapping[str, WeightSyncScheme], info: StoreInfo | None) -> bytes:
     try:
-        data: bytes = cloudpickle.dumps((factory, dict(schemes), info))
+        return dumps((factory, dict(schemes), info))
     except Exception as error:
         raise TypeError(
             f"the collector factory {factory!r} cannot be pickled, and a worker is another process: {error}. "
             "Make what does not pickle inside the factory."
         ) from error
-    return data

@@ -23,7 +23,14 @@ JOB_MESSAGES: Schema = {
     # parent to worker
     "boot": {"sys_path": list, "pythonpath": str, "threads": int},
     # blob: cloudpickle, over the inherited pair; env_timeout: 0.0 for none
-    "build": {"worker_idx": int, "seed": int, "values": dict, "connect_timeout": float, "env_timeout": float},
+    "build": {
+        "worker_idx": int,
+        "seed": int,
+        "values": dict,
+        "connect_timeout": float,
+        "env_timeout": float,
+        "log_level": int,
+    },
     "connect": {},
     "collect": {"slot": int, "version": int},
     "stop": {},
@@ -32,6 +39,7 @@ JOB_MESSAGES: Schema = {
     "built": {},
     "connected": {},
     "batch": {"slot": int, "schema": dict, "frames": int, "episodes": list, "sums": dict},
+    "log": {"level": int, "name": str, "message": str, "dropped": int},
     "stuck": {"seconds": float, "at": str, "stack": str},
     "error": {"phase": str, "message": str, "traceback": str, "user_code": bool},
 }

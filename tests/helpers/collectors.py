@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -200,6 +203,29 @@ class Stamped:
 
 def stamped_collector(*, worker_idx: int, seed: int, policy: Callable[[], nn.Module] = Sluggish) -> Stamped:
     return Stamped(gym_collector(worker_idx=worker_idx, seed=seed, policy=policy))
+
+
+class TellingEnv(CountingEnv):
+    """Logs, in its first step, what it was configured with, and what a relative path leads to."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+        self.told = False
+
+    def step(self, action: Any) -> Any:
+        if not self.told:
+            self.told = True
+            file = json.loads(Path(self.settings.file).read_text())
+            seen = {name: self.settings[name] for name in ("began", "folder", "x")}
+            logging.warning(f"worker {json.dumps(seen | {'file': file})}")
+            logging.getLogger("env").info("an info")
+            logging.getLogger("env").debug("a debug message")
+        return super().step(action)
+
+
+def configured_collector(*, worker_idx: int, seed: int, settings: Any) -> GymCollector:
+    return gym_collector(worker_idx=worker_idx, seed=seed, env=partial(TellingEnv, settings), num_envs=1)
 
 
 class ParentEnv(CountingEnv):
