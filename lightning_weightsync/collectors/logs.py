@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from lightning_weightsync.transports.control import ChannelClosed, ControlChannel, Message
 
-BURST, PER_SECOND = 100, 10.0
-"""So many records may come at once, and so many per second for as long as it may be."""
+BURST, PER_SECOND = 50, 10.0
+"""So many records may come at once (a socket holds a few more), and so many per second."""
 
 _LONGEST = 8192
 """Characters of one record."""

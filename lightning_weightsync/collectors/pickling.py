@@ -32,10 +32,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
 
     def reducer_override(self, obj: Any) -> Any:
         omegaconf = sys.modules.get("omegaconf")  # who has not imported it has no nodes
-        if omegaconf is not None and isinstance(obj, omegaconf.DictConfig | omegaconf.ListConfig):
-            if id(obj._get_root()) not in self._resolved:
-                return _itself, (self._resolve(omegaconf.OmegaConf, obj),)
-        return super().reducer_override(obj)
+        if omegaconf is None or not isinstance(obj, omegaconf.DictConfig | omegaconf.ListConfig):
+            return super().reducer_override(obj)
+        if id(obj._get_root()) in self._resolved:
+            return NotImplemented
+        return _itself, (self._resolve(omegaconf.OmegaConf, obj),)
 
     def _resolve(self, omega_conf: Any, node: Any) -> Any:
         node = copy.deepcopy(node)  # of the same parent, which interpolations may go through

@@ -205,6 +205,20 @@ def stamped_collector(*, worker_idx: int, seed: int, policy: Callable[[], nn.Mod
     return Stamped(gym_collector(worker_idx=worker_idx, seed=seed, policy=policy))
 
 
+class TrainerEnv(CountingEnv):
+    """Fits a module of its own before its first episode, as an environment with a learned model would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from lightning.pytorch import Trainer
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(devices=1, accelerator="cpu", max_steps=2, limit_val_batches=0, **quiet)
+        trainer.fit(BoringModel())
+        assert (trainer.global_step, trainer.world_size, trainer.global_rank) == (2, 1, 0)
+
+
 class TellingEnv(CountingEnv):
     """Logs, in its first step, what it was configured with, and what a relative path leads to."""
 

@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "max_epochs": 1,
     "seed": 7,  # of the group
     "actor": 0,  # seed of the actor's initial weights
-    "env": "CountingEnv",  # or "ParentEnv", which starts a process of its own
+    "env": "CountingEnv",  # or "ParentEnv", which starts a process of its own, or "TrainerEnv"
     "doze_at": 0,  # step of each worker's life in which it falls asleep for an hour; 0: never
     "doze_on": None,  # the only rank on which they do; None: on all
     "pause": 0.0,  # seconds that each batch takes to learn from
@@ -118,7 +118,7 @@ def rank() -> int:
 
 
 def make_env(options: dict[str, Any]) -> Any:
-    env: Any = {"CountingEnv": CountingEnv, "ParentEnv": collectors.ParentEnv}[options["env"]]
+    env: Any = CountingEnv if options["env"] == "CountingEnv" else getattr(collectors, options["env"])
     dozes = options["doze_at"] and options["doze_on"] in (None, rank())
     return partial(collectors.MisbehavingEnv, collectors.doze, options["doze_at"], env) if dozes else env
 
