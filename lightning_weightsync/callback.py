@@ -481,7 +481,8 @@ class UpdateWeights(pl.Callback):
         """Called while the group waits for a batch: Lightning itself looks at SIGTERM only when a batch has ended."""
         if self.trainer is not None and self.trainer.received_sigterm:
             raise SIGTERMException
-        self._watch.look()
+        if self.trainer is not None and self.trainer.training:
+            self._watch.look()
 
     def _stop_counting(self) -> None:
         if self._steps is not None:

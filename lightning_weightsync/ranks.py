@@ -23,7 +23,7 @@ from lightning_weightsync.errors import WeightSyncError
 log = logging.getLogger(__name__)
 
 GRACE = 5.0
-"""Seconds that a rank gets to end by itself when it cannot go on any more."""
+"""Seconds that a rank may be in Lightning's handler of SIGTERM, which waits for other ranks."""
 
 _LOOK_SECONDS = 0.5
 _SHARDING_STRATEGIES = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAFSDPStrategy")
@@ -89,16 +89,15 @@ def separate_sweeps() -> str | None:
 
 
 class RankWatch:
-    """Ends a rank that cannot go on and does not notice, and with it its workers.
+    """Notices that a rank cannot go on, where neither the rank nor Lightning does.
 
     * **The process that has started it is gone**: rank 0 under ``ddp``, the agent under ``torchrun``. Lightning ends
       rank 0 when another rank has failed, but nothing ends the others when rank 0 has: one that waits for its own
-      workers waits on. ``look`` raises then.
+      workers waits on. ``look`` raises then, for those who wait.
     * **SIGTERM in the middle of a collective operation**: Lightning's handler makes a collective of its own, waits in
-      it for another rank, and that one waits for this rank in the operation that was interrupted.
-
-    A thread looks twice a second. What has not ended ``GRACE`` seconds after that is ended: no Python code runs in a
-    main thread that waits in a collective.
+      it for another rank, and that one waits for this rank in the operation that was interrupted. A thread looks twice
+      a second, and ends a process whose main thread has been in that handler for ``GRACE`` seconds: no Python code runs
+      there any more. Its workers end with it.
     """
 
     def __init__(self) -> None:
@@ -118,40 +117,28 @@ class RankWatch:
         return type(self), ()  # another process is watched when it says so
 
     def look(self) -> None:
-        """Raise if the parent is gone.
+        """Raise if the parent is gone. To be called in training only: after it, ranks end one by one.
 
         Raises:
             WeightSyncError: It is; why, it has said itself.
         """
-        if self._orphaned():
+        if self._parent > 0 and os.getppid() != self._parent:
             raise WeightSyncError(f"the process that started this rank (pid {self._parent}) has ended: see there why")
 
     def stop(self) -> None:
         """Watch no longer; does not block."""
         self._stopped.set()
 
-    def _orphaned(self) -> bool:
-        return self._parent > 0 and os.getppid() != self._parent
-
     def _run(self) -> None:
-        orphaned = stuck = 0.0
+        since = 0.0
         while not self._stopped.wait(_LOOK_SECONDS):
-            now = time.monotonic()
-            orphaned = (orphaned or now) if self._orphaned() else 0.0
-            stuck = (stuck or now) if _in_sigterm_handler() else 0.0
-            if orphaned and now - orphaned > GRACE:
-                _end(1, f"the process that started this rank (pid {self._parent}) has ended")
-            if stuck and now - stuck > GRACE:
-                _end(
-                    128 + signal.SIGTERM,
+            since = (since or time.monotonic()) if _in_sigterm_handler() else 0.0
+            if since and time.monotonic() - since > GRACE:
+                log.error(
                     "SIGTERM came in the middle of a collective operation: Lightning's handler of it waits for another "
-                    "rank, which waits for this one",
+                    "rank, which waits for this one. This rank ends now"
                 )
-
-
-def _end(code: int, reason: str) -> None:
-    log.error(f"{reason}. This rank ends now")
-    os._exit(code)
+                os._exit(128 + signal.SIGTERM)
 
 
 def _in_sigterm_handler() -> bool:

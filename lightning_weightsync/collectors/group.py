@@ -190,7 +190,7 @@ class CollectorGroup:
         else:
             self._pool = InlinePool(self.weight_sync_schemes)
         self._state = GroupState.LAUNCHED
-        atexit.register(self.shutdown)
+        atexit.register(self._shutdown_at_exit)
         for evaluation in self._evaluations:
             evaluation.launch()
 
@@ -242,7 +242,7 @@ class CollectorGroup:
             timeout: Seconds, for all workers together, those of evaluations too.
         """
         deadline = time.monotonic() + timeout
-        atexit.unregister(self.shutdown)
+        atexit.unregister(self._shutdown_at_exit)
         if self.running and self._owner != os.getpid():  # a forked child stops nothing of its parent's
             self._pool, self._state = None, GroupState.STOPPED
             return
@@ -650,6 +650,10 @@ class CollectorGroup:
         )
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _shutdown_at_exit(self) -> None:
+        """Of a group that nobody has stopped: a rank that was spawned is told of a failure nowhere else."""
+        self.shutdown(GRACE_AFTER_FAILURE)
 
     @property
     def running(self) -> bool:
