@@ -23,7 +23,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -337,8 +336,8 @@ class UpdateWeights(pl.Callback):
         if self._group is not None:
             self._group.check_process()
         reason = sharding_strategy(trainer.strategy) if self.weight_update_map is not None else None
-        if reason is None and trainer.world_size > 1 and type(trainer.strategy.launcher) is _SubprocessScriptLauncher:
-            reason = separate_sweeps()
+        if reason is None and trainer.world_size > 1:
+            reason = separate_sweeps(trainer.strategy)
         if reason is not None:
             raise MisconfigurationException(reason)
 

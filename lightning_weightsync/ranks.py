@@ -72,10 +72,15 @@ def _sharded(parameter: nn.Parameter) -> str | None:
     return None
 
 
-def separate_sweeps() -> str | None:
-    """Why ranks that run the same command each would not be in one folder, or ``None`` if they would."""
+def separate_sweeps(strategy: Any) -> str | None:
+    """Why the ranks of a Hydra job would not be in one folder, or ``None`` if they are.
+
+    Args:
+        strategy: Lightning's; what is spawned or forked runs no command.
+    """
     hydra_config = sys.modules.get("hydra.core.hydra_config")
-    if hydra_config is None or not hydra_config.HydraConfig.initialized():
+    by_command = type(strategy.launcher).__name__ == "_SubprocessScriptLauncher"
+    if hydra_config is None or not by_command or not hydra_config.HydraConfig.initialized():
         return None
     node = hydra_config.HydraConfig.get()
     written = {key: node.sweep._get_node(key)._value() for key in ("dir", "subdir")}

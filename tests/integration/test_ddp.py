@@ -6,7 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from tests.helpers.fit import Learner, fit, make_callback, make_group
 from tests.helpers.processes import marked, wait_until
 
 LOOPBACK = ["0100007F"]
@@ -67,6 +70,20 @@ def test_other_ways_to_start_ranks_and_to_push(options, tmp_path):
     check(train(tmp_path, **options), pushes, options.get("num_workers", 1))
 
 
+def test_what_is_not_whole_in_each_rank_is_refused_before_any_worker_starts():
+    sharded = Learner()
+    sharded.actor.head.weight.ds_id = 1  # as ZeRO-3 marks what it has emptied
+    strategy = type("FSDPStrategy", (SingleDeviceStrategy,), {})("cpu")
+    for module, options, text in (
+        (sharded, {}, "'head.weight' of what goes to 'policy' is kept by DeepSpeed's ZeRO-3"),
+        (Learner(), {"strategy": strategy}, "FSDPStrategy spreads parameters over its ranks"),
+    ):
+        group = make_group(1)
+        with marked() as processes, pytest.raises(MisconfigurationException, match=text):
+            fit(module, group, make_callback(group), **options)
+        assert not processes() and not group.running
+
+
 @pytest.mark.slow
 def test_a_group_that_runs_before_its_process_is_forked_is_refused(tmp_path):
     command = [sys.executable, "-m", "tests.helpers.ddp_script", os.fspath(tmp_path)]
@@ -99,13 +116,13 @@ def test_variables_that_make_a_process_a_rank_do_not_reach_workers(options):
 
 
 FITS = """
-from functools import partial
-from lightning_weightsync import DistributedWeightSyncScheme
-from tests.helpers import collectors
+from lightning_weightsync import DistributedWeightSyncScheme, start_workers_early
+start_workers_early(2)  # twice as fast: the next fit's workers import meanwhile
 from tests.helpers.fit import Learner, fit, make_callback, make_group
 
 def main(fits):
     for k in range(fits):
+        start_workers_early(int(k < fits - 2))
         scheme = DistributedWeightSyncScheme(same_host="network" if k % 2 else "shared_memory")
         group = make_group(1, weight_sync_schemes={"policy": scheme}, length=2)
         fit(Learner(), group, make_callback(group))
