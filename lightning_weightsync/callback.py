@@ -32,6 +32,7 @@ from torch import nn
 from lightning_weightsync.cadence import Cadence, IntervalUnit, OptimizerStepCounter, owning_optimizers
 from lightning_weightsync.collectors.group import GRACE_AFTER_FAILURE, CollectorGroup
 from lightning_weightsync.paths import PathError, resolve_first
+from lightning_weightsync.ranks import RankWatch, separate_sweeps, sharded_parameter, sharding_strategy
 from lightning_weightsync.schemes.strategy import WeightStrategy
 from lightning_weightsync.transports.pushing import PushHandle, PushState
 
@@ -129,6 +130,7 @@ class UpdateWeights(pl.Callback):
         self._version = 0
         self._launched = False
         self._fit = _Fit()
+        self._watch = RankWatch()
         self._under_way: list[PushHandle] = []
         self._sources: dict[str, Any] = {}
         self._steps: OptimizerStepCounter | None = None
@@ -176,12 +178,15 @@ class UpdateWeights(pl.Callback):
             return
         self._fit = _Fit()
         self._check_map()
+        self._check_strategy(trainer)
         try:
             self._resolve(trainer, pl_module)
         except PathError:
             # A module that builds its networks in setup() or configure_model() has them only in on_fit_start.
             if not (is_overridden("setup", pl_module) or is_overridden("configure_model", pl_module)):
                 raise
+        self._watch.stop()
+        self._watch = RankWatch.start(trainer.local_rank, trainer.world_size)
         if self._group is not None and not self._group.running:
             self._launched = True
             self._group.launch()
@@ -327,10 +332,22 @@ class UpdateWeights(pl.Callback):
                 f"{sorted(schemes - destinations)}"
             )
 
+    def _check_strategy(self, trainer: pl.Trainer) -> None:
+        if self._group is not None:
+            self._group.check_process()
+        reason = sharding_strategy(trainer.strategy) if self.weight_update_map is not None else None
+        if reason is None and trainer.world_size > 1:
+            reason = separate_sweeps(trainer.strategy)
+        if reason is not None:
+            raise MisconfigurationException(reason)
+
     def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         roots = [("LightningModule", pl_module), ("Trainer", trainer)]
         for destination, path in (self.weight_update_map or {}).items():
             self._sources[destination] = resolve_first(roots, path)
+        reason = sharded_parameter(self._sources)
+        if reason is not None:
+            raise MisconfigurationException(reason)
 
     def _weights(self) -> dict[str, Any]:
         """What the group is given: the mapped sources, or what the getter returns for its only destination."""
@@ -463,6 +480,8 @@ class UpdateWeights(pl.Callback):
         """Called while the group waits for a batch: Lightning itself looks at SIGTERM only when a batch has ended."""
         if self.trainer is not None and self.trainer.received_sigterm:
             raise SIGTERMException
+        if self.trainer is not None and self.trainer.training:
+            self._watch.look()
 
     def _stop_counting(self) -> None:
         if self._steps is not None:
@@ -484,6 +503,7 @@ class UpdateWeights(pl.Callback):
 
     def _stop(self, timeout: float = 10.0) -> None:
         self._stop_counting()
+        self._watch.stop()
         if self._launched and self._group is not None:
             self._launched = False
             self._group.shutdown(timeout)

@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import cloudpickle
-
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.caretaker import Caretaker
 from lightning_weightsync.collectors.member import Member, WorkerState
+from lightning_weightsync.collectors.pickling import dumps
 from lightning_weightsync.collectors.roster import LOOK_AROUND_MS, Roster
 from lightning_weightsync.collectors.supervisor import Condition
 from lightning_weightsync.errors import WeightSyncError, WorkerDied
@@ -144,7 +143,9 @@ class Fleet(Roster):
         self._caretaker.join(max(0.5, deadline - time.monotonic()))
         for index, worker in enumerate(self._workers):
             is_replacement = worker.state is WorkerState.STARTING and self.supervisor.condition(index) is not None
-            worker.process.reap(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
+            worker.process.ended(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
+            self._read(index, worker)  # its last log records
+            worker.process.reap(0.0)
             worker.reader.close()
             if worker.state is not WorkerState.FAILED:
                 worker.state = WorkerState.STOPPED
@@ -287,15 +288,16 @@ class Fleet(Roster):
     def _tell_to_build(self, index: int, worker: Member, seed: int) -> None:
         timeouts = {"connect_timeout": float(self.hub.connect_timeout), "env_timeout": self._env_timeout}
         values = dict(self.hub.values)
-        self._send(index, worker, "build", self._order, worker_idx=index, seed=seed, values=values, **timeouts)
+        level = logging.getLogger().getEffectiveLevel()
+        fields = {"worker_idx": index, "seed": seed, "values": values, "log_level": level, **timeouts}
+        self._send(index, worker, "build", self._order, **fields)
 
 
 def _pickled(factory: CollectorFactory, schemes: Mapping[str, WeightSyncScheme], info: StoreInfo | None) -> bytes:
     try:
-        data: bytes = cloudpickle.dumps((factory, dict(schemes), info))
+        return dumps((factory, dict(schemes), info))
     except Exception as error:
         raise TypeError(
             f"the collector factory {factory!r} cannot be pickled, and a worker is another process: {error}. "
             "Make what does not pickle inside the factory."
         ) from error
-    return data

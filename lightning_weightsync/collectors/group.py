@@ -9,6 +9,7 @@ callback launches it in ``setup``, connects it when the weights are restored, an
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -138,6 +139,7 @@ class CollectorGroup(GroupWeights):
         """
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
             raise RuntimeError(f"the group is {self._state.value} already: shut it down before it is started again")
+        self._owner = os.getpid()
         self._restarts = self.restarts
         if self._starts:
             self._run += 1
@@ -156,7 +158,7 @@ class CollectorGroup(GroupWeights):
         else:
             self._pool = InlinePool(self.weight_sync_schemes)
         self._state = GroupState.LAUNCHED
-        atexit.register(self.shutdown)
+        atexit.register(self._shutdown_at_exit)
         for evaluation in self._evaluations:
             evaluation.launch()
 
@@ -208,7 +210,10 @@ class CollectorGroup(GroupWeights):
             timeout: Seconds, for all workers together, those of evaluations too.
         """
         deadline = time.monotonic() + timeout
-        atexit.unregister(self.shutdown)
+        atexit.unregister(self._shutdown_at_exit)
+        if self.running and self._owner != os.getpid():  # a forked child stops nothing of its parent's
+            self._pool, self._state = None, GroupState.STOPPED
+            return
         self.stop_evaluations(min(timeout, GRACE_AFTER_FAILURE))
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING) and self._pool is not None:
             self._run, self._version = self.run, self.version
@@ -340,6 +345,10 @@ class CollectorGroup(GroupWeights):
             "weights_getter": None,
             "_sources": {},
         }
+
+    def _shutdown_at_exit(self) -> None:
+        """Of a group that nobody has stopped: a rank that was spawned is told of a failure nowhere else."""
+        self.shutdown(GRACE_AFTER_FAILURE)
 
     def __repr__(self) -> str:
         schemes = ", ".join(f"{name!r}: {type(s).__name__}" for name, s in self.weight_sync_schemes.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -41,6 +42,7 @@ class GroupRecord:
         self._version = 0
         self._incarnation = 0
         self._restarts = 0
+        self._owner = 0  # the process that has launched it
         self._base_seed: int | None = None
         self._values: dict[str, Any] = {}
         self._pool: WorkerPool | InlinePool | None = None
@@ -52,6 +54,19 @@ class GroupRecord:
     def running(self) -> bool:
         """Whether the group has been launched and not stopped since."""
         return self._state in (GroupState.LAUNCHED, GroupState.RUNNING)
+
+    def check_process(self) -> None:
+        """Raise in a process that was forked from the one that runs the group.
+
+        Raises:
+            RuntimeError: Two processes would speak to the same workers over the same sockets.
+        """
+        if self.running and self._owner != os.getpid():
+            raise RuntimeError(
+                f"this group was started in process {self._owner}, and process {os.getpid()} was forked from it (by "
+                "strategy='ddp_notebook' or 'ddp_fork'): its workers cannot serve several ranks. Do not start the "
+                "group before fit: UpdateWeights starts it in each rank"
+            )
 
     @property
     def connected(self) -> bool:

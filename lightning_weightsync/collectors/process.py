@@ -24,7 +24,14 @@ JOB_MESSAGES: Schema = {
     # parent to worker
     "boot": {"sys_path": list, "pythonpath": str, "threads": int},
     # blob: cloudpickle, over the inherited pair; env_timeout: 0.0 for none
-    "build": {"worker_idx": int, "seed": int, "values": dict, "connect_timeout": float, "env_timeout": float},
+    "build": {
+        "worker_idx": int,
+        "seed": int,
+        "values": dict,
+        "connect_timeout": float,
+        "env_timeout": float,
+        "log_level": int,
+    },
     "connect": {},
     "collect": {"slot": int, "version": int},
     "stop": {},
@@ -33,6 +40,7 @@ JOB_MESSAGES: Schema = {
     "built": {},
     "connected": {},
     "batch": {"slot": int, "schema": dict, "frames": int, "episodes": list, "sums": dict},
+    "log": {"level": int, "name": str, "message": str, "dropped": int},
     "stuck": {"seconds": float, "at": str, "stack": str},
     "error": {"phase": str, "message": str, "traceback": str, "user_code": bool},
 }
@@ -40,6 +48,11 @@ JOB_MESSAGES: Schema = {
 _TRAINER_VARIABLES = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", "PL_SEED_WORKERS",
+)  # fmt: skip
+# torchrun, SLURM (with a number of tasks, Lightning takes itself for one of them), MPI, LSF
+_TRAINER_PREFIXES = (
+    "TORCHELASTIC_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "JSM_NAMESPACE_",
 )  # fmt: skip
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -133,7 +146,7 @@ def _environment(threads: int) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in _TRAINER_VARIABLES and not name.startswith(("TORCHELASTIC_", "SLURM_PROCID", "SLURM_LOCALID"))
+        if name not in _TRAINER_VARIABLES and not name.startswith(_TRAINER_PREFIXES)
     }
     kept.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
     # Only to find this package; the worker then takes the exact sys.path from the boot message.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lightning_weightsync.collectors.logs import hand_on
 from lightning_weightsync.collectors.member import Member, WorkerState, reported
 from lightning_weightsync.collectors.supervisor import Supervisor
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerDied
@@ -178,6 +179,8 @@ class Roster:
             while (message := worker.process.jobs.poll()) is not None:
                 if message.kind in ("error", "stuck"):
                     self._lose(index, worker, reported(index, worker.process.pid, message))
+                elif message.kind == "log":
+                    hand_on(index, message)
                 elif message.kind != "booted":
                     worker.inbox.append(message)
                 if message.kind == "batch" and message["schema"]:

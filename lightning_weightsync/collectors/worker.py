@@ -61,9 +61,11 @@ def main(arguments: list[str]) -> None:
 def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message], memory_fd: int) -> int:
     """Build, connect, collect; what raises is told to the parent. Returns the exit code."""
     from lightning_weightsync.collectors.context import WorkerContext
+    from lightning_weightsync.collectors.logs import forward
     from lightning_weightsync.collectors.rollouts import BatchWriter
     from lightning_weightsync.collectors.schedule import serve_process
 
+    forward(jobs, job["log_level"])
     phase = "build"
     context: WorkerContext | None = None
     try:

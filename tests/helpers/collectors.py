@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import multiprocessing
 import os
 import sys
@@ -9,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -164,6 +167,80 @@ class Mortal(Policy):
     def set_extra_state(self, state: torch.Tensor) -> None:
         if self.fault is not None and int(state) == self.at:
             times(self.directory, 1, self.fault)
+
+
+class Sluggish(Policy):
+    """Takes ``seconds`` to apply version ``at``, counted from 0 by its own applied ones."""
+
+    def __init__(self, seed: int | None = None, *, seconds: float = 0.0, at: int = -1) -> None:
+        super().__init__(seed)
+        self.seconds, self.at, self.version = seconds, at, -1
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(0)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.version += 1
+        if self.version == self.at:
+            time.sleep(self.seconds)
+
+
+class Stamped:
+    """A collector's batches with a column that tells whether the worker takes itself for a rank."""
+
+    def __init__(self, collector: GymCollector) -> None:
+        self.collector = collector
+        self.policy, self.gate = collector.policy, collector.gate
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        for batch in self.collector:
+            distributed = any(name in os.environ for name in _VARIABLES) or torch.distributed.is_initialized()
+            batch["variables"] = torch.full(tuple(batch.batch_size), distributed)
+            yield batch
+
+    def close(self) -> None:
+        self.collector.close()
+
+
+def stamped_collector(*, worker_idx: int, seed: int, policy: Callable[[], nn.Module] = Sluggish) -> Stamped:
+    return Stamped(gym_collector(worker_idx=worker_idx, seed=seed, policy=policy))
+
+
+class TrainerEnv(CountingEnv):
+    """Fits a module of its own before its first episode, as an environment with a learned model would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from lightning.pytorch import Trainer
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(devices=1, accelerator="cpu", max_steps=2, limit_val_batches=0, **quiet)
+        trainer.fit(BoringModel())
+        assert (trainer.global_step, trainer.world_size, trainer.global_rank) == (2, 1, 0)
+
+
+class TellingEnv(CountingEnv):
+    """Logs, in its first step, what it was configured with, and what a relative path leads to."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+        self.told = False
+
+    def step(self, action: Any) -> Any:
+        if not self.told:
+            self.told = True
+            file = json.loads(Path(self.settings.file).read_text())
+            seen = {name: self.settings[name] for name in ("began", "folder", "x")}
+            logging.warning(f"worker {json.dumps(seen | {'file': file})}")
+            logging.getLogger("env").info("an info")
+            logging.getLogger("env").debug("a debug message")
+        return super().step(action)
+
+
+def configured_collector(*, worker_idx: int, seed: int, settings: Any) -> GymCollector:
+    return gym_collector(worker_idx=worker_idx, seed=seed, env=partial(TellingEnv, settings), num_envs=1)
 
 
 class ParentEnv(CountingEnv):

@@ -30,14 +30,13 @@ def make_callback(group: Any, interval: int = 1, unit: str = "batches", **kwargs
 def make_trainer(*callbacks: pl.Callback, logs_to: Path | None = None, max_epochs: int = 1, **kwargs: Any):
     return pl.Trainer(
         accelerator="cpu",
-        devices=1,
         max_epochs=max_epochs,
         callbacks=list(callbacks),
         logger=CSVLogger(logs_to, name="", version="") if logs_to is not None else False,
         log_every_n_steps=1,
         enable_model_summary=False,
         enable_progress_bar=False,
-        **{"enable_checkpointing": False, **kwargs},
+        **{"enable_checkpointing": False, "devices": 1, **kwargs},
     )
 
 
@@ -61,7 +60,7 @@ class Learner(pl.LightningModule):
     def __init__(self, seed: int = 0, on_batch: Callable[[Any], None] | None = None) -> None:
         super().__init__()
         self.actor = Policy(seed)
-        self.on_batch = on_batch or (lambda batch: None)
+        self.on_batch = on_batch or _nothing
 
     def loss(self, batch: Any) -> Tensor:
         return (self.actor.logits(batch["observation"]) - 1.0).square().mean()
@@ -72,6 +71,10 @@ class Learner(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _nothing(batch: Any) -> None:
+    pass
 
 
 class ManualLearner(Learner):

@@ -16,9 +16,11 @@ def fingerprint(module: nn.Module) -> Tensor:
 
 
 def sha256(module: nn.Module) -> str:
-    """Over the bytes of the module's ``state_dict``, in its order: what ``group.digest()`` is compared with."""
+    """Over the tensors of the module's ``state_dict``, in its order: what ``group.digest()`` is compared with."""
     sha = hashlib.sha256()
-    for leaf in module.state_dict().values():
+    for name, leaf in module.state_dict().items():
+        if name.endswith("_extra_state"):
+            continue
         sha.update(leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import threading
 import time
 import uuid
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from lightning.pytorch import Callback
@@ -23,7 +26,7 @@ TRAINER_SECONDS, WORKER_SECONDS = 10, 5
 
 
 class Run:
-    """A training script in a process of its own; its workers start processes, too."""
+    """A training script in a process group of its own; its workers start processes, too."""
 
     def __init__(self, **options):
         self.marker = uuid.uuid4().hex
@@ -34,14 +37,25 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             preexec_fn=hear_ctrl_c,
+            start_new_session=True,
         )
 
     def processes(self):
         return processes_with(self.marker)
 
-    def wait_for_training(self):
-        line = self.process.stdout.readline()
-        assert line == "training\n", (line, self.process.communicate())
+    def wait_for(self, line, count=1):
+        seen = []
+        while seen.count(f"{line}\n") < count:
+            seen.append(self.process.stdout.readline())
+            assert seen[-1], (seen, self.process.communicate())
+
+    def other_rank(self):
+        """The process of rank 1."""
+        for pid in self.processes():
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+            if pid != self.process.pid and "fit_script" in command:
+                return pid
+        raise AssertionError("there is no other rank")
 
     def result(self, seconds):
         out, err = self.process.communicate(timeout=seconds)
@@ -55,31 +69,107 @@ class Run:
         self.process.stderr.close()
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a run ends.
+
+    Attributes:
+        options: Of the script.
+        code: The trainer's exit code, or several that may be.
+        number: The signal that ends it; else it ends by itself.
+        to: Who gets the signal: "trainer" (rank 0), "group" (all ranks, as a cluster sends it), or "rank 1".
+        at: What the script has said, on all ranks, before the signal is sent.
+        shows: The first error that is shown.
+    """
+
+    options: dict
+    code: int | tuple[int, ...] = 1
+    number: int | None = None
+    to: str = "trainer"
+    at: str = "training"
+    shows: str | None = None
+
+
+def raises(where, rank=0, **options):
+    """In the user's own code."""
+    shows = f"ArithmeticError: the {where.replace('_', ' ')} of rank {rank}"
+    return Ending({"ending": where, "rank": rank, "length": 10**6, **options}, shows=shows)
+
+
 TRAINS = {"length": 10**6, "env": "ParentEnv", "pause": 0.2}
 """Ended by a signal while it trains."""
 WAITS = {"length": 10**6, "env": "ParentEnv", "doze_at": 4}
 """Ended by a signal while it waits for a second batch that never comes."""
+DDP = {"devices": 2, "strategy": "ddp"}
+SPAWN = {"devices": 2, "strategy": "ddp_spawn"}
+OWN_SETUP = Ending({"ending": "own setup"}, shows="PathError: path 'aktor' fails")
+SIGTERM, SIGINT, SIGKILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 
 ENDINGS = {
-    # name: (options, signal, exit code of the trainer)
-    "normal": ({"env": "ParentEnv"}, None, 0),
-    "SIGINT while waiting": (WAITS, signal.SIGINT, 1),
-    "SIGKILL": (WAITS, signal.SIGKILL, -9),
+    "normal": Ending({"env": "ParentEnv"}, 0),
+    "SIGINT while waiting": Ending(WAITS, 1, SIGINT),
+    "SIGKILL": Ending(WAITS, -9, SIGKILL),
+    "DDP: exception on rank 1": raises("callback", 1, **DDP),
 }
 MORE_ENDINGS = {
-    "exception": ({"env": "ParentEnv", "ending": "exception"}, None, 1),
-    "SIGTERM while waiting": (WAITS, signal.SIGTERM, 0),  # Lightning's choice
-    "SIGINT": (TRAINS, signal.SIGINT, 1),
-    "SIGTERM": (TRAINS, signal.SIGTERM, 0),
-    "setup of another callback": ({"ending": "setup"}, None, 1),
-    "os._exit": ({"env": "ParentEnv", "ending": "_exit"}, None, 7),
+    "own setup": OWN_SETUP,
+    "setup of another callback": raises("setup"),
+    "configure_optimizers": raises("configure_optimizers"),
+    "training_step": raises("training_step", env="ParentEnv"),
+    "loader": raises("loader"),
+    "another callback": raises("callback", env="ParentEnv"),
+    "os._exit": Ending({"env": "ParentEnv", "ending": "_exit"}, 7),
+    "SIGTERM while waiting": Ending(WAITS, 0, SIGTERM),  # Lightning's choice
+    "SIGINT": Ending(TRAINS, 1, SIGINT),
+    "SIGTERM": Ending(TRAINS, 0, SIGTERM),
+    "SIGTERM to the group": Ending(TRAINS, 0, SIGTERM, "group"),
+    "SIGINT to the group": Ending(TRAINS, 1, SIGINT, "group"),
+    "SIGTERM in setup": Ending({**TRAINS, "ending": "early SIGTERM"}, -15),
+    "SIGTERM soon after": Ending(TRAINS, (-15, 0), SIGTERM, at="launched"),  # before Lightning's handler, or after
+    "SIGINT soon after": Ending(TRAINS, 1, SIGINT, at="launched"),
+}
+# Lightning kills rank 0 when it sees, each five seconds, that another rank has failed.
+BY_LIGHTNING = (1, -9)
+DDP_ENDINGS = {
+    "normal": Ending({"env": "ParentEnv", **DDP}, 0),
+    "own setup": Ending({"ending": "own setup", **DDP}, shows=OWN_SETUP.shows),
+    "setup on rank 0": raises("setup", 0, **DDP),
+    "setup on rank 1": raises("setup", 1, **DDP),
+    "configure_optimizers on rank 1": raises("configure_optimizers", 1, **DDP),
+    "training_step on rank 0": raises("training_step", 0, **DDP),
+    "training_step on rank 1": raises("training_step", 1, **DDP),
+    "loader on rank 0": raises("loader", 0, **DDP),
+    "loader on rank 1": raises("loader", 1, **DDP),
+    "rank 0 fails, rank 1 waits for its worker": raises("callback", 0, **WAITS, **DDP, doze_on=1),
+    "rank 1 fails, rank 0 waits for its worker": replace(
+        raises("callback", 1, **WAITS, **DDP, doze_on=0), code=BY_LIGHTNING
+    ),
+    "os._exit on rank 0": Ending({**TRAINS, **DDP, "ending": "_exit"}, 7),
+    "os._exit on rank 1": Ending({**TRAINS, **DDP, "ending": "_exit", "rank": 1}, BY_LIGHTNING),
+}
+DDP_SIGNALS = {
+    "SIGKILL": Ending({**WAITS, **DDP}, -9, SIGKILL),
+    "SIGKILL of rank 1": Ending({**WAITS, **DDP}, BY_LIGHTNING, SIGKILL, "rank 1"),
+    "SIGINT": Ending({**WAITS, **DDP}, 1, SIGINT),
+    "SIGINT to the group": Ending({**TRAINS, **DDP}, 1, SIGINT, "group"),
+    "SIGTERM": Ending({**TRAINS, **DDP}, (0, 1), SIGTERM),
+    "SIGTERM while waiting": Ending({**WAITS, **DDP}, 0, SIGTERM),
+    # Lightning's handlers of the two ranks deadlock if one of them is in a collective operation: ended by RankWatch.
+    "SIGTERM to the group": Ending({**TRAINS, **DDP}, (0, 1, 143), SIGTERM, "group"),
+    "SIGTERM to the group while waiting": Ending({**WAITS, **DDP}, (0, 1), SIGTERM, "group"),
+    "SIGTERM in setup": Ending({**TRAINS, **DDP, "ending": "early SIGTERM"}, -15),
+    "SIGTERM in setup, to the group": Ending({**TRAINS, **DDP, "ending": "early SIGTERM to the group"}, -15),
+    "SIGTERM soon after, to the group": Ending({**TRAINS, **DDP}, (-15, 0, 1, 143), SIGTERM, "group", "launched"),
+    "spawn: exception on rank 1": raises("callback", 1, **SPAWN),
+    "spawn: SIGTERM to the group": Ending({**WAITS, **SPAWN}, (-15, 1), SIGTERM, "group"),
+    "spawn: SIGKILL": Ending({**WAITS, **SPAWN}, -9, SIGKILL),
 }
 
 
 @contextmanager
 def started(endings):
     """All of them at once: most of the time each waits, for imports or for its end."""
-    runs = {name: Run(**options) for name, (options, _, _) in endings.items()}
+    runs = {name: Run(**ending.options) for name, ending in endings.items()}
     try:
         yield runs
     finally:
@@ -99,25 +189,36 @@ def more_runs():
         yield runs
 
 
-def check(run, options, number, code):
-    if options.get("ending") != "setup":
-        run.wait_for_training()
-    if number is not None:
-        assert len(run.processes()) == 3, "trainer, worker, and the environment's process"
-        time.sleep(0.2)  # until it waits for the next batch
-        run.process.send_signal(number)
+def check(run, ending):
+    ranks = ending.options.get("devices", 1)
+    if ending.number is not None:
+        run.wait_for(ending.at, ranks)
+        if ending.at == "training":
+            assert len(run.processes()) >= 3 * ranks, "each rank, its worker, and the environment's process"
+            time.sleep(0.2)  # until it waits for the next batch
+        if ending.to == "group":
+            os.killpg(run.process.pid, ending.number)
+        else:
+            os.kill(run.other_rank() if ending.to == "rank 1" else run.process.pid, ending.number)
+    elif "ending" not in ending.options:
+        run.wait_for("training", ranks)
+    elif ending.options["ending"] != "own setup":
+        run.wait_for("happening")
     at = time.monotonic()
     returncode, out, err = run.result(60)
     # Before it is told to end, a run imports for as long as the machine pleases.
-    assert options.get("ending") == "setup" or time.monotonic() - at < TRAINER_SECONDS
+    assert ending.options.get("ending") == "own setup" or time.monotonic() - at < TRAINER_SECONDS
     assert wait_until(lambda: not run.processes(), WORKER_SECONDS), run.processes()
-    assert returncode == code, (out, err)
+    assert returncode in (ending.code if isinstance(ending.code, tuple) else (ending.code,)), (returncode, out, err)
+    if ending.shows is not None:
+        first = re.search(r"^(?:\[rank\d\]: )?(?:\w+\.)*(\w+Error: .*)", err, re.MULTILINE)
+        assert first is not None and first[1].startswith(ending.shows), err
     return out, err
 
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_nothing_is_left_of_a_run(name, runs):
-    out, err = check(runs[name], *ENDINGS[name])
+    out, err = check(runs[name], ENDINGS[name])
     if name == "normal":
         assert "Traceback" not in err, err
         assert json.loads(out.splitlines()[-1])["num_pushes"] == 4
@@ -126,17 +227,37 @@ def test_nothing_is_left_of_a_run(name, runs):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_ENDINGS)
 def test_nothing_is_left_of_a_run_that_ends_otherwise(name, more_runs):
-    check(more_runs[name], *MORE_ENDINGS[name])
+    check(more_runs[name], MORE_ENDINGS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DDP_ENDINGS)
+def test_nothing_is_left_of_two_ranks(name):
+    run = Run(**DDP_ENDINGS[name].options)
+    try:
+        check(run, DDP_ENDINGS[name])
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DDP_SIGNALS)
+def test_nothing_is_left_of_two_ranks_that_are_signalled(name):
+    run = Run(**DDP_SIGNALS[name].options)
+    try:
+        check(run, DDP_SIGNALS[name])
+    finally:
+        run.close()
 
 
 @pytest.mark.slow
 def test_a_run_can_start_again_at_once():
     """No port, no file, no shared memory is in its way."""
     before = set(os.listdir("/dev/shm"))
-    for options, number, code in (ENDINGS["SIGKILL"], ENDINGS["normal"]):
-        run = Run(**options)
+    for name in ("SIGKILL", "normal"):
+        run = Run(**ENDINGS[name].options)
         try:
-            check(run, options, number, code)
+            check(run, ENDINGS[name])
         finally:
             run.close()
     assert set(os.listdir("/dev/shm")) <= before

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from lightning_weightsync.collectors.process import _environment
 from lightning_weightsync.collectors.worker import _settle_what_is_absent
 
 
@@ -24,3 +25,18 @@ def test_a_module_that_is_installed_can_be_imported_as_before(monkeypatch):
     import wave
 
     assert wave.__name__ == "wave"
+
+
+def test_a_worker_does_not_inherit_what_makes_a_process_a_rank(monkeypatch):
+    ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+    launchers = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "PMI_RANK")
+    for name in (*ranks, *launchers, "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"):
+        monkeypatch.setenv(name, "3")
+    kept = {"CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "17", "SIMULATOR_RANK": "a"}
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    environment = _environment(threads=2)
+    assert "3" not in {value for name, value in environment.items() if "RANK" in name or "SLURM" in name}
+    assert not set(ranks) & set(environment)
+    assert kept.items() <= environment.items()
+    assert environment["OMP_NUM_THREADS"] == "2"
