@@ -2,7 +2,7 @@
 
     python -m benchmarks.collect                     # some five minutes on two cores
     python -m benchmarks.collect --quick             # does it run? (the figures mean little)
-    python -m benchmarks.collect --only cartpole --rounds 9 --json collect.json
+    python -m benchmarks.collect --only cartpole --modes async --rounds 9 --json collect.json
 
 Parts: ``cartpole`` and ``pixels`` (frames per second), ``copies`` (what a batch costs the trainer), ``start`` (how long
 until a worker is ready). Weights are pushed after each batch; the trainer does nothing else, so the collectors are what
@@ -70,10 +70,11 @@ def frames_per_second(task: Task, makers: Sequence[Callable[[], Engine]], option
         return interleave(result, turns, options.rounds, pids, warm_up=1)
 
 
-def engines_of(task: Task, workers: int) -> list[Callable[[], Engine]]:
+def engines_of(task: Task, workers: int, modes: Sequence[str]) -> list[Callable[[], Engine]]:
     """What is compared with this task."""
     makers: list[Callable[[], Engine]] = []
-    for mode, sync in MODES.items():
+    for mode in modes:
+        sync = MODES[mode]
         for policy in task.policies:
             makers.append(partial(Ours, f"ours, {policy}, {mode}", task, policy, workers, sync=sync))
         for name, env in (("own", own_vector_env), ("fastest", wrapped_vector_env)):
@@ -84,7 +85,7 @@ def engines_of(task: Task, workers: int) -> list[Callable[[], Engine]]:
     return makers
 
 
-def show_rates(task: Task, result: Comparison) -> list[str]:
+def show_rates(task: Task, result: Comparison, modes: Sequence[str]) -> list[str]:
     """A table, and how the figures stand to what is asked."""
 
     def rate(name: str) -> float | None:
@@ -93,13 +94,13 @@ def show_rates(task: Task, result: Comparison) -> list[str]:
 
     peers = ["TorchRL, own env", "TorchRL, fastest env"]
     rows: list[list[object]] = [
-        [name, *[rate(f"{name}, {mode}") for mode in MODES]]
+        [name, *[rate(f"{name}, {mode}") for mode in modes]]
         for name in [f"ours, {policy}" for policy in task.policies] + peers
     ]
-    rows += [[name, rate(name), rate(name)] for name in ("hand-written loop", "the same, Categorical")]
-    lines = [table([f"{task.name}, frames/s", *MODES], [row for row in rows if row[1] is not None]), ""]
+    rows += [[name, *[rate(name)] * len(modes)] for name in ("hand-written loop", "the same, Categorical")]
+    lines = [table([f"{task.name}, frames/s", *modes], [row for row in rows if row[1] is not None]), ""]
     for policy in task.policies:
-        for mode in MODES:
+        for mode in modes:
             ours = f"ours, {policy}, {mode}"
             for peer in peers:
                 ratio = result.ratio(f"{peer}, {mode}", ours)
@@ -204,8 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{report['machine']}\n", flush=True)
     for task, part in ((CARTPOLE, "cartpole"), (PIXELS, "pixels")):
         if part in options.only:
-            result = frames_per_second(task, engines_of(task, options.workers), options)
-            print("\n".join(show_rates(task, result)) + "\n", flush=True)
+            result = frames_per_second(task, engines_of(task, options.workers, options.modes), options)
+            print("\n".join(show_rates(task, result, options.modes)) + "\n", flush=True)
             report[part] = result.as_json()
     if "copies" in options.only:
         result = copies(PIXELS, options)
@@ -228,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collect", description="Measure collectors.")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="of frames per second")
     parser.add_argument("--rounds", type=int, default=None, help="turns of each engine (7)")
     parser.add_argument("--seconds", type=float, default=None, help="length of a turn (2)")
     parser.add_argument("--workers", type=int, default=2)
