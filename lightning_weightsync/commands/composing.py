@@ -1,0 +1,202 @@
+"""How does a command line become a configuration, and a run? With Hydra, whose complaints are put into our form.
+
+Beside Hydra's own grammar a command line may name its YAML as a file, ``my.yaml``, and give a map in either form over
+one in the other form in the YAML, which OmegaConf would refuse to merge: it takes the other's place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+    SearchPathException,
+)
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, listed, nearest
+
+_MAP = re.compile(r"(?P<key>[\w.]*weight_update_map)=(?P<value>[\[{].*)", re.DOTALL)
+_QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+"""What has Hydra leave nothing behind."""
+
+
+def compose_and_run(command: str, arguments: Sequence[str], started: float) -> int:
+    """Compose and run ``train``, ``check`` or ``bench``, once for each job of a multirun.
+
+    Args:
+        command: Which.
+        arguments: Hydra's, and the command's own.
+        started: When the process began, on ``time.perf_counter``.
+
+    Returns:
+        The highest exit code of all jobs.
+
+    Raises:
+        ConfigError: Nothing could be composed.
+    """
+    options, rest = _own_options(command, arguments)
+    overrides = rewrite(rest)
+    if command != "train":
+        overrides = [*_QUIET, *overrides]
+    codes: list[int] = []
+
+    def job(config: DictConfig) -> None:
+        try:
+            codes.append(_job(command, config, options, started))
+        except ConfigError as error:  # the other jobs of a multirun go on
+            print(error, file=sys.stderr)
+            codes.append(EXIT_MISCONFIGURED)
+
+    with _own_words(overrides):
+        hydra.main(version_base="1.3", config_path=None)(job)()
+    return max(codes, default=0)
+
+
+def rewrite(arguments: Sequence[str]) -> list[str]:
+    """Arguments in Hydra's own grammar. Idempotent: Lightning starts further ranks with what comes out.
+
+    Example:
+        >>> rewrite(["conf/my.yaml", "seed=2"])
+        ['--config-dir', 'conf', '--config-name', 'my', 'seed=2']
+        >>> rewrite(["a.weight_update_map=['policy=actor']"])
+        ['a.weight_update_map=null', "a.weight_update_map=['policy=actor']"]
+    """
+    made: list[str] = []
+    for argument in arguments:
+        path = Path(argument)
+        value_of_option = bool(made) and made[-1].startswith("-") and "=" not in made[-1]
+        if path.suffix in (".yaml", ".yml") and "=" not in argument and not (value_of_option and not path.exists()):
+            if not path.is_file():
+                raise ConfigError(f"there is no file {argument}; `lightning-weightsync template {argument}` writes one")
+            made += ["--config-dir", str(path.parent), "--config-name", path.stem]
+            continue
+        given = _MAP.fullmatch(argument)
+        if given is not None and made[-1:] != [f"{given['key']}=null"]:
+            made.append(f"{given['key']}=null")
+        made.append(argument)
+    return made
+
+
+def _own_options(command: str, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    if command == "bench":
+        from lightning_weightsync.commands.bench import parser as bench_parser
+
+        return bench_parser().parse_known_args(list(arguments))
+    parser = argparse.ArgumentParser(
+        prog=f"lightning-weightsync {command}",
+        description="train what a YAML describes" if command == "train" else "find mistakes, and print the plan",
+        usage="%(prog)s FILE.yaml [key=value ...] [Hydra's options]",
+        epilog="--cfg job prints the configuration; `lightning-weightsync --help` has examples",
+        allow_abbrev=False,
+    )
+    return parser.parse_known_args(list(arguments))
+
+
+def _job(command: str, config: DictConfig, options: argparse.Namespace, started: float) -> int:
+    from lightning_weightsync.commands.application import read
+
+    application = read(config)
+    if command == "check":
+        from lightning_weightsync.commands.check import check
+
+        return check(application)
+    if command == "bench":
+        from lightning_weightsync.commands.bench import bench
+
+        return bench(application, options)
+    from lightning_weightsync.commands.train import train
+
+    return train(application, started)
+
+
+@contextmanager
+def _own_words(overrides: Sequence[str]) -> Iterator[None]:
+    """Inside, Hydra has these arguments, and what it cannot compose is a ``ConfigError``; other errors stay theirs."""
+    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [before[0], *overrides]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints errors itself, and exits
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        if full:
+            raise
+        raise ConfigError(_explained(error, overrides)) from error
+    finally:
+        sys.argv = before
+        os.environ.pop("HYDRA_FULL_ERROR") if full is None else os.environ.update(HYDRA_FULL_ERROR=full)
+
+
+def _explained(error: Exception, overrides: Sequence[str]) -> str:
+    if isinstance(error, MissingConfigException) and error.options:
+        missing, options = str(error.missing_cfg_file), list(error.options)
+        group, _, name = missing.rpartition("/")
+        wanted = f"{group}={name}" if group else missing
+        return f"{wanted}: there is no such choice{nearest(name, options)} Choices: {listed(options)}"
+    text = str(error).strip()
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    key = getattr(cause, "full_key", None)
+    if isinstance(error, ConfigCompositionException) and key and "is not in struct" in str(cause):
+        return _unknown_key(str(key), text, overrides)
+    if isinstance(error, OverrideParseException):
+        shown = next((o for o in overrides if str(getattr(error, "override", "")) == o), "")
+        first = text.splitlines()[0]
+        return f"{shown or 'an override'} cannot be read: {first}; quote it for the shell, 'key=\"value\"' or 'key=[\"a\",\"b\"]'"
+    if isinstance(error, MissingConfigException | SearchPathException):
+        return f"{text.splitlines()[0]} (name a file, lightning-weightsync my.yaml)"
+    if "You must specify a config to use" in text or "No config" in text:
+        return "name a configuration: lightning-weightsync my.yaml"
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _unknown_key(key: str, text: str, overrides: Sequence[str]) -> str:
+    """An override of a key that is not there: what is there instead."""
+    wanted = key.split(".")
+    override = next((o for o in overrides if o.split("=")[0] == key), key)
+    here: Any = _composed_without_overrides(overrides)
+    depth = 0
+    while depth < len(wanted) and isinstance(here, DictConfig) and wanted[depth] in here:
+        here = here._get_node(wanted[depth])
+        depth += 1
+    there = [str(name) for name in here] if isinstance(here, DictConfig) else []
+    if not there or depth >= len(wanted):
+        return " ".join(text.split())
+    parent = ".".join(wanted[:depth])
+    return (
+        f"{override}: there is no key {wanted[depth]!r} in {parent or 'the configuration'}"
+        f"{nearest(wanted[depth], there)} There is {listed(there)}. (+{override} adds a key.)"
+    )
+
+
+def _composed_without_overrides(overrides: Sequence[str]) -> DictConfig:
+    options = {name: overrides[i + 1] for i, name in enumerate(overrides[:-1]) if name.startswith("--config-")}
+    folder, name = options.get("--config-dir"), options.get("--config-name")
+    groups = [o for o in overrides if re.fullmatch(r"[\w/@]+=[\w/]+", o) and "." not in o.partition("=")[0]]
+    if folder is None or name is None:
+        return OmegaConf.create({})
+    for tried in (groups, []):
+        GlobalHydra.instance().clear()
+        try:
+            with hydra.initialize_config_dir(str(Path(folder).absolute()), version_base="1.3"):
+                return hydra.compose(name, overrides=tried)
+        except Exception:
+            continue
+    return OmegaConf.create({})
+
+
+JobFunction = Callable[[DictConfig], None]
