@@ -16,7 +16,7 @@ import sys  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError  # noqa: E402
+from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, nearest  # noqa: E402
 
 HELP = """\
 lightning-weightsync: reinforcement learning in a Lightning Trainer, with collector processes in sync
@@ -34,7 +34,8 @@ examples
     lightning-weightsync my.yaml seed=2 trainer.max_epochs=20
     lightning-weightsync my.yaml callbacks.update_weights.interval_unit=optim_steps \\
         callbacks.update_weights.update_weights_interval=8
-    lightning-weightsync my.yaml 'callbacks.update_weights.weight_update_map=["policy=actor","buffer.transforms[0]=critic"]'
+    lightning-weightsync my.yaml \\
+        'callbacks.update_weights.weight_update_map=["policy=actor","replay_buffer.transforms[0]=critic"]'
     lightning-weightsync my.yaml weight_sync_scheme=network collector.num_workers=4
     lightning-weightsync --multirun my.yaml callbacks.update_weights.update_weights_interval=1,4,16
     lightning-weightsync my.yaml ckpt_path=outputs/.../last.ckpt
@@ -75,7 +76,7 @@ def run(arguments: Sequence[str]) -> int:
         ConfigError: The command line or the configuration is wrong.
     """
     command, rest = split(arguments)
-    if not rest and command == "train" or (rest and rest[0] in ("-h", "--help") and command == "train"):
+    if (not rest and command == "train") or (rest and rest[0] in ("-h", "--help") and command == "train"):
         print(HELP, end="")
         return 0 if rest else EXIT_MISCONFIGURED
     return _implementation(command)(rest)
@@ -91,9 +92,8 @@ def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
         return arguments[0], list(arguments[1:])
     first = arguments[0] if arguments else ""
     if first.isalpha():
-        from lightning_weightsync.commands.problems import nearest
-
-        raise ConfigError(f"there is no command {first!r}{nearest(first, COMMANDS)} Commands: {', '.join(COMMANDS)}")
+        told = ended(f"there is no command {first!r}{nearest(first, COMMANDS)}")
+        raise ConfigError(f"{told} Commands: {', '.join(COMMANDS)}")
     return "train", list(arguments)
 
 

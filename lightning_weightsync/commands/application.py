@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -42,6 +43,7 @@ NODES = {
     "record": "whether events.jsonl is written to the run folder, for `report`",
     "trace": "whether a trace of trainer and workers is written to the run folder",
 }
+_CHECKPOINTS = ("best", "last", "hpc")
 _NEEDED = ("module", "collector", "trainer")
 
 
@@ -80,9 +82,8 @@ class Application:
 
     def build_group(self) -> CollectorGroup:
         """The group, which is not launched; its factory is known to pickle."""
-        node = dict(self.config["collector"])
-        node["weight_sync_schemes"] = None
-        group: CollectorGroup = build(node, "collector", weight_sync_schemes=None)
+        node = {name: value for name, value in self.config["collector"].items() if name != "weight_sync_schemes"}
+        group: CollectorGroup = build(node, "collector")
         group.weight_sync_schemes = self.build_schemes()
         if group.num_workers:
             _check_pickles(group.collector)
@@ -149,8 +150,11 @@ def read(config: DictConfig) -> Application:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     problems = [f"there is no node {name!r}: {NODES[name]}" for name in _NEEDED if not plain.get(name)]
-    problems += [f"{name}: there is no node of that name{nearest(name, NODES)}" for name in plain
-                 if name not in NODES and nearest(name, NODES)]
+    problems += [
+        f"{name}: there is no node of that name{nearest(name, NODES)}"
+        for name in plain
+        if name not in NODES and nearest(name, NODES)
+    ]
     if problems:
         raise ConfigError(problems)
     maps, problems = _read_maps(plain)
@@ -168,7 +172,7 @@ def build(node: Mapping[str, Any], key: str, **given: Any) -> Any:
 def _told(key: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except (InstantiationException, ValueError, TypeError, NotImplementedError) as error:
+    except (InstantiationException, ValueError, TypeError, NotImplementedError, ImportError) as error:
         where, cause = key, error
         while cause.__cause__ is not None:
             cause = cause.__cause__  # type: ignore[assignment]
@@ -241,7 +245,11 @@ def _check_nodes(plain: dict[str, Any], maps: Mapping[str, object]) -> list[str]
         for name in (*_NEEDED, "weight_sync_scheme")
         if plain.get(name) is not None and not (isinstance(plain[name], dict) and "_target_" in plain[name])
     ]
-    cls, _ = find(str(plain["collector"].get("_target_")), "collector") if isinstance(plain["collector"], dict) else (None, "")
+    cls, _ = (
+        find(str(plain["collector"].get("_target_")), "collector")
+        if isinstance(plain["collector"], dict)
+        else (None, "")
+    )
     if cls is not None and not (isinstance(cls, type) and issubclass(cls, CollectorGroup)):
         problems.append(f"collector._target_={plain['collector']['_target_']!r}: a CollectorGroup is needed")
     if plain.get("seed") is not None and (isinstance(plain["seed"], bool) or not isinstance(plain["seed"], int)):
@@ -249,6 +257,14 @@ def _check_nodes(plain: dict[str, Any], maps: Mapping[str, object]) -> list[str]
     for name in ("record", "trace"):
         if not isinstance(plain.get(name, False), bool):
             problems.append(f"{name}={plain[name]!r}: true or false is needed")
+    checkpoint = plain.get("ckpt_path")
+    if checkpoint is not None and not (
+        isinstance(checkpoint, str) and (checkpoint in _CHECKPOINTS or ":" in checkpoint or Path(checkpoint).exists())
+    ):
+        names = ", ".join(map(repr, _CHECKPOINTS))
+        problems.append(
+            f"ckpt_path={checkpoint!r}: there is no such file (seen from {Path.cwd()}), nor is it one of {names}"
+        )
     wanted = plain.get("evaluation")
     if isinstance(wanted, dict):
         problems += check_arguments(CollectorGroup.evaluation, wanted, "evaluation", {"self"})
@@ -262,6 +278,6 @@ def _check_pickles(factory: object) -> None:
         cloudpickle.dump(factory, io.BytesIO())
     except Exception as error:
         raise ConfigError(
-            f"collector.collector: the factory cannot be sent to worker processes: {type(error).__name__}: {error}; give "
-            "a function or class of a module (with its arguments), and make what does not pickle inside of it"
+            f"collector.collector: the factory cannot be sent to worker processes: {type(error).__name__}: {error}; "
+            "give a function or class of a module (with its arguments), and make what does not pickle inside of it"
         ) from error

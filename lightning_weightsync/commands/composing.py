@@ -7,10 +7,11 @@ one in the other form in the YAML, which OmegaConf would refuse to merge: it tak
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, listed, nearest
+from lightning_weightsync.commands.application import NODES, read
+from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, listed, nearest
+from lightning_weightsync.commands.schema import find, has_argument
 
 _MAP = re.compile(r"(?P<key>[\w.]*weight_update_map)=(?P<value>[\[{].*)", re.DOTALL)
 _QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
@@ -51,7 +54,7 @@ def compose_and_run(command: str, arguments: Sequence[str], started: float) -> i
     options, rest = _own_options(command, arguments)
     overrides = rewrite(rest)
     if command != "train":
-        overrides = [*_QUIET, *overrides]
+        overrides = [*overrides, *_QUIET]
     codes: list[int] = []
 
     def job(config: DictConfig) -> None:
@@ -61,6 +64,7 @@ def compose_and_run(command: str, arguments: Sequence[str], started: float) -> i
             print(error, file=sys.stderr)
             codes.append(EXIT_MISCONFIGURED)
 
+    job.__module__ = f"lightning_weightsync.{command}"  # of which Hydra makes the job's name, and its log's
     with _own_words(overrides):
         hydra.main(version_base="1.3", config_path=None)(job)()
     return max(codes, default=0)
@@ -76,19 +80,20 @@ def rewrite(arguments: Sequence[str]) -> list[str]:
         ['a.weight_update_map=null', "a.weight_update_map=['policy=actor']"]
     """
     made: list[str] = []
+    file: list[str] = []
     for argument in arguments:
         path = Path(argument)
         value_of_option = bool(made) and made[-1].startswith("-") and "=" not in made[-1]
         if path.suffix in (".yaml", ".yml") and "=" not in argument and not (value_of_option and not path.exists()):
             if not path.is_file():
                 raise ConfigError(f"there is no file {argument}; `lightning-weightsync template {argument}` writes one")
-            made += ["--config-dir", str(path.parent), "--config-name", path.stem]
+            file = ["--config-dir", str(path.parent), "--config-name", path.stem]
             continue
         given = _MAP.fullmatch(argument)
         if given is not None and made[-1:] != [f"{given['key']}=null"]:
             made.append(f"{given['key']}=null")
         made.append(argument)
-    return made
+    return [*file, *made]  # Hydra takes no options after the first override
 
 
 def _own_options(command: str, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -107,9 +112,9 @@ def _own_options(command: str, arguments: Sequence[str]) -> tuple[argparse.Names
 
 
 def _job(command: str, config: DictConfig, options: argparse.Namespace, started: float) -> int:
-    from lightning_weightsync.commands.application import read
-
     application = read(config)
+    if command != "train":
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     if command == "check":
         from lightning_weightsync.commands.check import check
 
@@ -145,7 +150,7 @@ def _explained(error: Exception, overrides: Sequence[str]) -> str:
         missing, options = str(error.missing_cfg_file), list(error.options)
         group, _, name = missing.rpartition("/")
         wanted = f"{group}={name}" if group else missing
-        return f"{wanted}: there is no such choice{nearest(name, options)} Choices: {listed(options)}"
+        return f"{ended(f'{wanted}: there is no such choice{nearest(name, options)}')} Choices: {listed(options)}"
     text = str(error).strip()
     cause: BaseException = error
     while cause.__cause__ is not None:
@@ -156,7 +161,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         shown = next((o for o in overrides if str(getattr(error, "override", "")) == o), "")
         first = text.splitlines()[0]
-        return f"{shown or 'an override'} cannot be read: {first}; quote it for the shell, 'key=\"value\"' or 'key=[\"a\",\"b\"]'"
+        quoted = """'key="value"' or 'key=["a","b"]'"""
+        return f"{shown or 'an override'} cannot be read: {first}; quote it, also for the shell: {quoted}"
     if isinstance(error, MissingConfigException | SearchPathException):
         return f"{text.splitlines()[0]} (name a file, lightning-weightsync my.yaml)"
     if "You must specify a config to use" in text or "No config" in text:
@@ -177,10 +183,16 @@ def _unknown_key(key: str, text: str, overrides: Sequence[str]) -> str:
     if not there or depth >= len(wanted):
         return " ".join(text.split())
     parent = ".".join(wanted[:depth])
-    return (
-        f"{override}: there is no key {wanted[depth]!r} in {parent or 'the configuration'}"
-        f"{nearest(wanted[depth], there)} There is {listed(there)}. (+{override} adds a key.)"
-    )
+    if _is_argument(here, wanted[depth]) or (not parent and wanted[0] in NODES):
+        return f"{override}: the YAML has no {wanted[depth]!r} in {parent or 'it'}; add it with a plus: +{override}"
+    told = f"{override}: there is no key {wanted[depth]!r} in {parent or 'the configuration'}"
+    return f"{ended(told + nearest(wanted[depth], there))} There is {listed(there)}. (+{override} adds a key.)"
+
+
+def _is_argument(node: DictConfig, name: str) -> bool:
+    """Whether what a node names takes such an argument, though the YAML does not give it."""
+    target, _ = find(str(node.get("_target_")), "")
+    return target is not None and has_argument(target, name)
 
 
 def _composed_without_overrides(overrides: Sequence[str]) -> DictConfig:
@@ -197,6 +209,3 @@ def _composed_without_overrides(overrides: Sequence[str]) -> DictConfig:
         except Exception:
             continue
     return OmegaConf.create({})
-
-
-JobFunction = Callable[[DictConfig], None]

@@ -32,6 +32,11 @@ def nearest(wanted: object, names: Iterable[object]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def ended(text: str) -> str:
+    """A sentence with its full stop, for another one to follow."""
+    return text if text.endswith("?") else f"{text}."
+
+
 def listed(names: Iterable[object], most: int = 24) -> str:
     """Names, separated by commas; many are cut short."""
     texts = [str(name) for name in names]

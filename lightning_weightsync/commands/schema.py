@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from lightning_weightsync.commands.problems import listed, nearest
+from lightning_weightsync.commands.problems import ended, listed, nearest
 
 MISSING = "???"
 _HYDRA_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
@@ -73,15 +73,15 @@ def find(name: str, key: str) -> tuple[Any, str]:
     found: Any = None
     for count, part in enumerate(parts):
         here = ".".join(parts[:count])
-        if count and hasattr(found, part):
-            found = getattr(found, part)
-            continue
         wanted = ".".join(parts[: count + 1])
         try:
+            if count and hasattr(found, part):
+                found = getattr(found, part)
+                continue
             found = importlib.import_module(wanted)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{wanted}.".startswith(f"{error.name}."):
-                return None, f"{key}={name!r}: importing {wanted} needs {error.name!r}: {error}"
+                return None, f"{key}={name!r}: importing {wanted} raised {type(error).__name__}: {error}"
             if not count:
                 where = "in the working directory, on PYTHONPATH and among what is installed"
                 return None, f"{key}={name!r}: there is no module {part!r}; modules are looked for {where}"
@@ -103,16 +103,9 @@ def check_arguments(
         key: Where the node is.
         supplied: Arguments that somebody else gives.
     """
-    try:
-        parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):  # a builtin
+    named, takes_any = _parameters(target)
+    if named is None:
         return []
-    kinds = [parameter.kind for parameter in parameters.values()]
-    named = {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
     given = {str(name): value for name, value in node.items() if name not in _HYDRA_KEYS}
     what = getattr(target, "__name__", str(target))
     problems = []
@@ -120,14 +113,30 @@ def check_arguments(
     for name, value in given.items():
         if name in named:
             problems += _check_value(f"{key}.{name}", value, hints.get(name, Any), named[name].default, target)
-        elif inspect.Parameter.VAR_KEYWORD not in kinds:
+        elif not takes_any:
             there = [n for n in named if n not in supplied]
-            text = f"{key}.{name}={_show(value)}: {what} has no {name!r}{nearest(name, there)}"
-            problems.append(f"{text}{' It' if text.endswith('?') else '; it'} takes {listed(there)}")
+            text = ended(f"{key}.{name}={_show(value)}: {what} has no {name!r}{nearest(name, there)}")
+            problems.append(f"{text} It takes {listed(there)}")
     if not node.get("_partial_") and "_args_" not in node:
         needed = [n for n, p in named.items() if p.default is p.empty and n not in given and n not in supplied]
         problems += [f"{key}.{name} is missing: {what} needs it ({_expected(hints.get(name, Any))})" for name in needed]
     return problems
+
+
+def has_argument(target: Callable[..., Any], name: str) -> bool:
+    """Whether a call takes an argument of that name, as its signature lists it."""
+    return name in (_parameters(target)[0] or ())
+
+
+def _parameters(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter] | None, bool]:
+    """Those that can be given by name (``None`` for a builtin), and whether any other can be too."""
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return None, True
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {name: parameter for name, parameter in parameters.items() if parameter.kind in by_name}
+    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _check_value(key: str, value: Any, hint: Any, default: Any, target: Any) -> list[str]:
@@ -176,7 +185,7 @@ def fits(value: Any, hint: Any, *, strict: bool = True) -> bool:
             len(parts) != 1 or all(fits(element, parts[0], strict=strict) for element in value)
         )
     if kind in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
-        parts = get_args(hint)
+        parts = list(get_args(hint))
         return isinstance(value, Mapping) and (
             len(parts) != 2 or all(fits(element, parts[1], strict=strict) for element in value.values())
         )
@@ -217,8 +226,9 @@ def _expected(hint: Any) -> str:
 
 def _hints(target: Any) -> dict[str, Any]:
     """Annotations of the arguments; one that cannot be read (a name under ``TYPE_CHECKING``) allows all."""
-    function = target.func if isinstance(target, partial) else target
-    function = function.__init__ if isinstance(function, type) else function
+    function: Any = target.func if isinstance(target, partial) else target
+    if isinstance(function, type):
+        function = function.__dict__.get("__init__") or getattr(function, "__init__")  # noqa: B009 - mypy
     try:
         return typing.get_type_hints(function)
     except Exception:

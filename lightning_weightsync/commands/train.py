@@ -7,17 +7,22 @@ that was not reached.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_weightsync.commands.application import Application
 from lightning_weightsync.commands.problems import EXIT_UNSOLVED, ConfigError
 from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError
 from lightning_weightsync.paths import PathError
+from lightning_weightsync.report.recorder import Recorder
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_weightsync.collectors.group import CollectorGroup
 
 
 def train(application: Application, started: float) -> int:
@@ -36,7 +41,9 @@ def train(application: Application, started: float) -> int:
     module = application.build_module()
     group = application.build_group()
     callbacks = application.build_callbacks(group)
-    trainer = application.build_trainer(list(callbacks.values()), application.build_loggers())
+    recorder = _recorder(application, group, callbacks)
+    added: list[pl.Callback] = [recorder] if recorder is not None else []  # after UpdateWeights, whose figures it reads
+    trainer = application.build_trainer([*callbacks.values(), *added], application.build_loggers())
     application.resolve_sources(module, trainer)
     evaluation = application.build_evaluation(group)
     try:
@@ -49,6 +56,8 @@ def train(application: Application, started: float) -> int:
         raise
     outcome = _outcome(trainer)
     if trainer.is_global_zero:
+        if recorder is not None:
+            print(recorder.totals)
         mean_return = group.metrics().get("collect/episode_return", float("nan"))
         seconds = time.perf_counter() - started
         print(
@@ -56,6 +65,13 @@ def train(application: Application, started: float) -> int:
             flush=True,
         )
     return EXIT_UNSOLVED if outcome == "unsolved" else 0
+
+
+def _recorder(application: Application, group: CollectorGroup, callbacks: dict[str, pl.Callback]) -> Recorder | None:
+    if not application.config.get("record", True):
+        return None
+    updates: Any = [callbacks[key] for key in application.maps]
+    return Recorder(Path(HydraConfig.get().runtime.output_dir), group, updates)
 
 
 def _outcome(trainer: pl.Trainer) -> str:

@@ -42,7 +42,9 @@ def as_mapping(given: Any, key: str) -> dict[str, str] | None:
         for pair in given:
             destination, equals, source = pair.partition("=")
             if not equals:
-                raise ConfigError(f"{key}: {pair!r} is not of the form 'destination=source', for example 'policy=actor'")
+                raise ConfigError(
+                    f"{key}: {pair!r} is not of the form 'destination=source', for example 'policy=actor'"
+                )
             pairs.append((destination.strip(), source.strip()))
     else:
         raise ConfigError(
@@ -50,6 +52,10 @@ def as_mapping(given: Any, key: str) -> dict[str, str] | None:
         )
     found: dict[str, str] = {}
     for destination, source in pairs:
+        if source == "???":
+            raise ConfigError(
+                f"{key}.{destination} has no value (???): name its source on the module, for example 'actor'"
+            )
         if not isinstance(source, str):
             raise ConfigError(f"{key}: the source of {destination!r} is a path such as 'actor', not {source!r}")
         for path in (destination, source):
@@ -59,7 +65,9 @@ def as_mapping(given: Any, key: str) -> dict[str, str] | None:
                 raise ConfigError(f"{key}: {error}") from None
         twice = [known for known in found if format_path(parse_path(known)) == format_path(parse_path(destination))]
         if twice:
-            raise ConfigError(f"{key}: the destination {destination!r} is there twice: from {found[twice[0]]!r} and {source!r}")
+            raise ConfigError(
+                f"{key}: the destination {destination!r} is there twice: from {found[twice[0]]!r} and {source!r}"
+            )
         found[destination] = source
     return found
 
