@@ -68,10 +68,10 @@ def train(application: Application, started: float) -> int:
 
 
 def _recorder(application: Application, group: CollectorGroup, callbacks: dict[str, pl.Callback]) -> Recorder | None:
-    if not application.config.get("record", True):
+    if not application.config.get("record", True) and not application.config.get("trace"):
         return None
     updates: Any = [callbacks[key] for key in application.maps]
-    return Recorder(Path(HydraConfig.get().runtime.output_dir), group, updates)
+    return Recorder(Path(HydraConfig.get().runtime.output_dir), group, updates, bool(application.config.get("trace")))
 
 
 def _outcome(trainer: pl.Trainer) -> str:

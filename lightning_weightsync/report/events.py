@@ -36,6 +36,7 @@ class RunEvents:
         start: The first event.
         batches: One for each training batch.
         workers: Worker -> its changes.
+        evaluations: One for each validation on whole episodes.
         end: The last event of a fit that ended well.
         error: What ended it otherwise.
     """
@@ -43,14 +44,14 @@ class RunEvents:
     start: dict[str, Any] = field(default_factory=dict)
     batches: list[dict[str, Any]] = field(default_factory=list)
     workers: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     error: str | None = None
     seconds: float = 0.0
 
-    def series(self, name: str) -> tuple[list[float], list[float], list[int]]:
-        """Times, values and frames of the batches that have a figure."""
-        having = [batch for batch in self.batches if name in batch]
-        return [b["time"] for b in having], [b[name] for b in having], [b["frames"] for b in having]
+    def series(self, name: str) -> list[tuple[float, float]]:
+        """(time, value) of the batches that have a figure."""
+        return [(batch["time"], batch[name]) for batch in self.batches if name in batch]
 
     def staleness(self) -> dict[int, int]:
         """Age in versions -> samples that were that old when they were learned from."""
@@ -65,21 +66,30 @@ class RunEvents:
 
     def sent(self) -> list[tuple[float, float]]:
         """(time, bytes since the batch before)."""
-        times, totals, _ = self.series("bytes")
-        return [(t, now - before) for t, now, before in zip(times, totals, [0.0, *totals], strict=False)]
+        totals = [(0.0, 0.0), *self.series("bytes")]
+        return [(time, now - before) for (_, before), (time, now) in pairwise(totals)]
 
     def spans(self, worker: int) -> list[Span]:
-        """What a worker was doing, one stretch after the other."""
+        """What a worker was doing, in stretches; a later one covers those before.
+
+        Workers of a ``sync`` group collect exactly while the trainer waits for a batch; of others it is known as often
+        as somebody has looked.
+        """
         changes = self.workers[worker]
         ends = [*(change["time"] for change in changes[1:]), self.seconds]
         spans: list[Span] = []
         for change, end in zip(changes, ends, strict=True):
             state = _STATES.get(change["state"], change["state"])
+            if self.start.get("sync") and state == "collecting":
+                state = "waiting"
             if spans and spans[-1].state == state:
                 spans[-1].end = end
             else:
                 spans.append(Span(change["time"], end, state))
-        return spans
+        if self.start.get("sync"):
+            waits = [(batch["asked"], batch["asked"] + batch["waited"]) for batch in self.batches]
+            spans += [Span(begin, end, "collecting") for begin, end in waits]
+        return sorted(spans, key=lambda span: _ORDER.index(span.state))
 
     def switches(self, worker: int) -> list[float]:
         """When a worker was first seen with another version."""
@@ -91,6 +101,7 @@ class RunEvents:
         ]
 
 
+_ORDER = ["waiting", "collecting", "starting", "dead"]
 _STATES = {"connected": "waiting", "failed": "dead", "stopped": "dead"}
 
 
@@ -117,6 +128,8 @@ def read_events(path: Path) -> RunEvents:
             run.batches.append(event)
         elif kind == "worker":
             run.workers.setdefault(int(event["worker"]), []).append(event)
+        elif kind == "evaluation":
+            run.evaluations.append(event)
         elif kind == "end":
             run.end = event
         elif kind == "exception":

@@ -46,7 +46,7 @@ def make_page(title: str, run: RunEvents, pictures: Mapping[str, str], configura
         f'<table>{figures}</table><div class="plots">{plots}</div>{lost}'
         f"<h2>Overrides</h2><pre>{escape(overrides.strip()) or 'none'}</pre>"
         f"<h2>Configuration</h2><pre>{escape(configuration.strip())}</pre>"
-        f"<footer>lightning_weightsync; workers were looked at ten times a second, so shorter states may not show"
+        f"<footer>lightning_weightsync; workers that collect ahead were looked at ten times a second"
         f"</footer></body></html>\n"
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_weightsync.report.events import RunEvents
 
-COLOURS = {"starting": "#f2c14e", "waiting": "#c7ccd1", "collecting": "#3b7dd8", "dead": "#d1495b"}
+COLOURS = {"waiting": "#c7ccd1", "collecting": "#3b7dd8", "starting": "#f2c14e", "dead": "#d1495b"}
 
 
 def draw(run: RunEvents) -> dict[str, str]:
@@ -40,21 +40,17 @@ def _picture(plot: Callable[[Any], None]) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _return_over_frames(axes: Any, run: RunEvents) -> None:
-    for name, label in (("return", "training, last 100 episodes"), ("val_return", "evaluation")):
-        _, values, frames = run.series(name)
-        if values:
-            axes.plot(frames, values, label=label)
-    axes.set(xlabel="frames", ylabel="return of an episode")
-    axes.legend(frameon=False)
-
-
-def _return_over_time(axes: Any, run: RunEvents) -> None:
-    for name, label in (("return", "training, last 100 episodes"), ("val_return", "evaluation")):
-        times, values, _ = run.series(name)
-        if values:
-            axes.plot(times, values, label=label)
-    axes.set(xlabel="seconds", ylabel="return of an episode")
+def _returns(axes: Any, run: RunEvents, *, over: str) -> None:
+    for events, label, style in (
+        (run.batches, "training, last 100 episodes", "-"),
+        (run.evaluations, "evaluation", "o-"),
+    ):
+        having = [event for event in events if "return" in event]
+        if having:
+            axes.plot(
+                [event[over] for event in having], [e["return"] for e in having], style, label=label, markersize=4
+            )
+    axes.set(xlabel={"frames": "frames", "time": "seconds"}[over], ylabel="return of an episode")
     axes.legend(frameon=False)
 
 
@@ -100,8 +96,8 @@ def _workers(axes: Any, run: RunEvents) -> None:
 
 
 _PLOTS: list[tuple[str, Callable[[RunEvents], bool], Callable[..., None]]] = [
-    ("Return over frames", lambda run: bool(run.series("return")[1]), _return_over_frames),
-    ("Return over time", lambda run: bool(run.series("return")[1]), _return_over_time),
+    ("Return over frames", lambda run: bool(run.series("return")), partial(_returns, over="frames")),
+    ("Return over time", lambda run: bool(run.series("return")), partial(_returns, over="time")),
     ("Staleness", lambda run: bool(run.staleness()), _staleness),
     ("Push latency", lambda run: bool(run.pushes()), _latency),
     ("Bytes", lambda run: bool(run.sent()), _bytes),

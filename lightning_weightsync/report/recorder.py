@@ -6,7 +6,8 @@ are seconds since the recorder was made, on a monotonic clock.
 
     {"kind": "start", "time": 1.2, "wall": "…", "workers": 2, "sync": true, …}
     {"kind": "worker", "time": 1.3, "worker": 0, "state": "collecting", "version": 3, "pid": …, "restarts": 0}
-    {"kind": "batch", "time": 2.0, "waited": 0.4, "step": 1, "frames": 2048, "ages": {"0": 2048}, …}
+    {"kind": "batch", "time": 2.0, "asked": 1.5, "waited": 0.4, "step": 1, "frames": 2048, "ages": {"0": 2048}, …}
+    {"kind": "evaluation", "time": 3.0, "frames": 2048, "return": 21.5}
     {"kind": "end", "time": 9.9, "pushes": 51, …}
 """
 
@@ -25,6 +26,7 @@ from tensordict import TensorDictBase
 
 from lightning_weightsync.callback import UpdateWeights
 from lightning_weightsync.report.events import EVENTS
+from lightning_weightsync.report.trace import write_trace
 
 if TYPE_CHECKING:
     from lightning_weightsync.collectors.group import CollectorGroup
@@ -40,7 +42,6 @@ _FIGURES = {
     "collect/episode_return": "return",
     "collect/episode_length": "length",
     "collect/frames_per_sec": "frames_per_sec",
-    "val/episode_return": "val_return",
 }
 _OF_WORKER = ("state", "pid", "version", "restarts", "dropped")
 
@@ -52,17 +53,16 @@ class Recorder(pl.Callback):
         folder: Of the run; made if it is not there.
         group: Whose workers are looked at.
         updates: The callbacks that push.
-        interval: Seconds between two looks at the workers.
+        trace: Whether ``trace.json`` is made of the events in the end; workers are looked at ten times as often then.
     """
 
-    def __init__(
-        self, folder: Path, group: CollectorGroup, updates: list[UpdateWeights], interval: float = 0.1
-    ) -> None:
+    def __init__(self, folder: Path, group: CollectorGroup, updates: list[UpdateWeights], trace: bool = False) -> None:
         self.path = Path(folder) / EVENTS
         self.totals = Totals()
         self._group = group
         self._updates = updates
-        self._interval = interval
+        self._trace = trace
+        self._interval = 0.01 if trace else 0.1
         self._began = time.monotonic()
         self._file: IO[str] | None = None
         self._writing = threading.Lock()
@@ -111,13 +111,14 @@ class Recorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write what the batch has come to."""
-        self._last = self._now()
+        asked, self._last = self._last, self._now()
         known = trainer.callback_metrics
         figures = {short: float(known[name]) for name, short in _FIGURES.items() if name in known}
         pushes, self._pushes = self._pushes_so_far() - self._pushes, self._pushes_so_far()
         self.totals.add(figures, pushes, self._last)
         self._write(
             "batch",
+            asked=round(asked, 5),
             waited=round(self._waited, 5),
             step=trainer.global_step,
             frames=self._group.frames,
@@ -126,6 +127,13 @@ class Recorder(pl.Callback):
             ages=self._ages,
             **figures,
         )
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write what an evaluation has come to."""
+        known = trainer.callback_metrics
+        found = [name for name in known if name.endswith("episode_return") and not name.startswith("collect/")]
+        if found and not trainer.sanity_checking:
+            self._write("evaluation", frames=self._group.frames, **{"return": float(known[found[0]])})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write what the run has come to."""
@@ -177,6 +185,8 @@ class Recorder(pl.Callback):
             if self._file is not None:
                 self._file.close()
                 self._file = None
+                if self._trace:
+                    write_trace(self.path)
 
 
 class Totals:

@@ -52,7 +52,7 @@ def small_runs(tmp_path_factory):
         "mapped by a mapping": [f"{MAP}={{policy:other}}"],
         "every other batch": ["callbacks.update_weights.update_weights_interval=2"],
         "the same seed": ["seed=1"],
-        "another seed": ["seed=2"],
+        "another seed": ["seed=2", "trace=true"],
     }
     sweep = ["--multirun", SHOWN, f"hydra.sweep.dir={folder / 'sweep'}"]
     lines = [[SHOWN, f"hydra.run.dir={folder / name}", *overrides] for name, overrides in runs.items()]
@@ -111,6 +111,20 @@ def test_a_run_ends_with_what_its_pushes_cost_and_writes_down_each_batch(small_r
     assert [event["ages"] for event in batches] == [{"0": 4}] * 3
     assert events[0]["kind"] == "start" and events[-1]["kind"] == "end"
     assert events[-1]["pushes"] == 3
+
+
+def test_a_trace_has_the_trainer_and_its_workers_on_one_clock(small_runs):
+    folders, _ = small_runs
+    assert not (folders["the same seed"] / "trace.json").exists()
+    events = json.loads((folders["another seed"] / "trace.json").read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert tracks == {0: "trainer", 1: "worker 0"}
+    spans = [event for event in events if event["ph"] == "X"]
+    trainer = [event["name"] for event in spans if event["tid"] == 0]
+    assert trainer == ["wait for a batch", "learn", "push"] * 3
+    waits = [(event["ts"], event["dur"]) for event in spans if event["name"] == "wait for a batch"]
+    collects = [(event["ts"], event["dur"]) for event in spans if event["name"] == "collecting"]
+    assert waits == collects  # sync: a batch is collected while the trainer waits for it
 
 
 @pytest.mark.slow
@@ -310,3 +324,27 @@ def test_rewriting_a_command_line_twice_is_rewriting_it_once():
     once = rewrite(["seed=2", "configs/cartpole_ppo.yaml", f'{MAP}=["policy=actor"]', "--multirun"])
     assert once[:4] == ["--config-dir", "configs", "--config-name", "cartpole_ppo"]
     assert rewrite(once) == once
+
+
+@pytest.mark.slow
+def test_two_ranks_have_one_run_folder_and_the_same_configuration(tmp_path):
+    script = tmp_path / "lws.py"
+    script.write_text("from lightning_weightsync.cli import main\n\nmain()\n")
+    overrides = [
+        "trainer=ddp",
+        "hydra.run.dir=run",
+        "module._target_=tests.helpers.configured.RankProbe",
+        f'{MAP}=["policy=actor","nets[0]=critic"]',
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(ROOT / SHOWN), *overrides]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lws.py", "run"]
+    assert [path.name for path in tmp_path.rglob(".hydra")] == [".hydra"]
+    config = OmegaConf.load(tmp_path / "run" / ".hydra" / "config.yaml")
+    assert config.callbacks.update_weights.weight_update_map == ["policy=actor", "nets[0]=critic"]
+    ranks = [json.loads((tmp_path / "run" / f"probe{rank}.json").read_text()) for rank in (0, 1)]
+    assert [batches[0]["models"][:2] for batches in ranks] == [[[1.0], [2.0]]] * 2
+    assert ranks[0][0]["observation"] != ranks[1][0]["observation"]
+    assert done.stdout.count("finished frames=12 ") == 1
