@@ -16,7 +16,7 @@ import sys  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, nearest  # noqa: E402
+from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, nearest, tell  # noqa: E402
 
 HELP = """\
 lightning-weightsync: reinforcement learning in a Lightning Trainer, with collector processes in sync
@@ -60,7 +60,7 @@ def main() -> None:
     try:
         code = run(sys.argv[1:])
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        tell(error)
         code = EXIT_MISCONFIGURED
     sys.stdout.flush()
     sys.exit(code)

@@ -29,9 +29,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_weightsync.commands.application import NODES, read
-from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, listed, nearest
+from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, listed, nearest, tell
 from lightning_weightsync.commands.schema import find, has_argument
 
+_NAMING = ("--config-dir", "--config-name")
+_COMPOSING = ("train", "check", "bench")
 _MAP = re.compile(r"(?P<key>[\w.]*weight_update_map)=(?P<value>[\[{].*)", re.DOTALL)
 _QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
 """What has Hydra leave nothing behind."""
@@ -52,7 +54,7 @@ def compose_and_run(command: str, arguments: Sequence[str], started: float) -> i
         ConfigError: Nothing could be composed.
     """
     options, rest = _own_options(command, arguments)
-    overrides = rewrite(rest)
+    overrides = rewrite([*_named_in_completed_line(rest), *rest])
     if command != "train":
         overrides = [*overrides, *_QUIET]
     codes: list[int] = []
@@ -61,7 +63,7 @@ def compose_and_run(command: str, arguments: Sequence[str], started: float) -> i
         try:
             codes.append(_job(command, config, options, started))
         except ConfigError as error:  # the other jobs of a multirun go on
-            print(error, file=sys.stderr)
+            tell(error)
             codes.append(EXIT_MISCONFIGURED)
 
     job.__module__ = f"lightning_weightsync.{command}"  # of which Hydra makes the job's name, and its log's
@@ -96,6 +98,26 @@ def rewrite(arguments: Sequence[str]) -> list[str]:
     return [*file, *made]  # Hydra takes no options after the first override
 
 
+def _named_in_completed_line(arguments: Sequence[str]) -> list[str]:
+    """What names the configuration in the line that a shell wants completed; it is taken out of that line.
+
+    The shell calls us with nothing but ``-sc query=bash``, and Hydra looks at the line's overrides only.
+    """
+    line = os.environ.get("COMP_LINE", "")
+    if not line or not {"-sc", "--shell-completion"} & set(arguments):
+        return []
+    program, *words = line.split()
+    named, kept = [], []
+    for before, word in zip(["", *words], words, strict=False):
+        is_file = Path(word).suffix in (".yaml", ".yml") and Path(word).is_file()
+        if is_file or word in _NAMING or before in _NAMING:
+            named.append(word)
+        elif word not in _COMPOSING:
+            kept.append(word)
+    os.environ["COMP_LINE"] = " ".join([program, *kept]) + (" " if line.endswith(" ") or not kept else "")
+    return named
+
+
 def _own_options(command: str, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if command == "bench":
         from lightning_weightsync.commands.bench import parser as bench_parser
@@ -115,6 +137,8 @@ def _job(command: str, config: DictConfig, options: argparse.Namespace, started:
     application = read(config)
     if command != "train":
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    if logging.getLogger().hasHandlers():
+        logging.getLogger("lightning").handlers.clear()  # Hydra's show the same: each line would come twice
     if command == "check":
         from lightning_weightsync.commands.check import check
 

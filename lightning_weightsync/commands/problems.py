@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sys
+import traceback
 from collections.abc import Iterable, Sequence
 
 EXIT_UNSOLVED = 1
 EXIT_MISCONFIGURED = 2
+_FULL = bool(os.environ.get("HYDRA_FULL_ERROR"))
 
 
 class ConfigError(Exception):
@@ -30,6 +34,13 @@ def nearest(wanted: object, names: Iterable[object]) -> str:
     """``"; did you mean 'x'?"``, or nothing where no name is near."""
     close = difflib.get_close_matches(str(wanted), [str(name) for name in names], n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def tell(error: ConfigError) -> None:
+    """Print it to stderr; with ``HYDRA_FULL_ERROR=1`` in the user's environment, with where it was raised."""
+    if _FULL and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)
+    print(error, file=sys.stderr)
 
 
 def ended(text: str) -> str:

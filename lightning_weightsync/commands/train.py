@@ -6,6 +6,7 @@ that was not reached.
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_weightsync.commands.application import Application
 from lightning_weightsync.commands.problems import EXIT_UNSOLVED, ConfigError
-from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError
+from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError, WorkerError
 from lightning_weightsync.paths import PathError
 from lightning_weightsync.report.recorder import Recorder
 
@@ -51,9 +52,9 @@ def train(application: Application, started: float) -> int:
     except (MisconfigurationException, PathError) as error:
         raise ConfigError(str(error)) from error
     except WeightSyncError as error:
-        if isinstance(error, LayoutMismatchError):
-            raise ConfigError(f"{error} (`check` finds this without starting a worker)") from error
-        raise
+        if group.frames or not isinstance(error, LayoutMismatchError | WorkerError):
+            raise
+        raise ConfigError(f"{_in_short(error)} (found without starting a worker by `check`)") from error
     outcome = _outcome(trainer)
     if trainer.is_global_zero:
         if recorder is not None:
@@ -65,6 +66,12 @@ def train(application: Application, started: float) -> int:
             flush=True,
         )
     return EXIT_UNSOLVED if outcome == "unsolved" else 0
+
+
+def _in_short(error: WeightSyncError) -> str:
+    """What workers have told before the first batch, once, and without their tracebacks."""
+    texts = [str(cause).splitlines()[0] for _, cause in sorted(error.failed.items())] or [str(error)]
+    return "; ".join(dict.fromkeys(re.sub(r"^worker \d+ (\(pid \d+\) )?|^worker \d+: ", "a worker ", t) for t in texts))
 
 
 def _recorder(application: Application, group: CollectorGroup, callbacks: dict[str, pl.Callback]) -> Recorder | None:

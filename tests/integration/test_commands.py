@@ -281,6 +281,19 @@ def test_help_and_the_template_need_nothing_heavy(tmp_path):
     assert (tmp_path / "my.yaml").read_text() == (PACKAGE / "configs" / "template.yaml").read_text()
 
 
+def test_the_shell_completes_keys_and_groups_of_the_file_that_is_named():
+    lines = {
+        "lightning-weightsync configs/cartpole_ppo.yaml logger=": "logger=csv logger=tensorboard",
+        "lightning-weightsync check configs/cartpole_ppo.yaml seed=2 module.mini": "module.minibatch_size=",
+    }
+    command = [sys.executable, "-c", "from lightning_weightsync.cli import main; main()", "-sc", "query=bash"]
+    for line, expected in lines.items():
+        env = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line))}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == expected
+
+
 # --- what is shipped -----------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Wrong configurations: each ends soon, with one message that names key, value and what to do, and no traceback."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -205,13 +206,35 @@ def test_a_wrong_configuration_is_told(results, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        (f'{MAP}=["polcy=actor"]', ["'polcy'", "did you mean 'policy'?"]),
+        (f'{MAP}=["policy=critic"]', ["'policy' differs between sender and receiver", "net.4.bias"]),
+        ("collector.collector.env=CartPool-v1", ["CartPool", "Did you mean: `CartPole`?"]),
+    ],
+)
+def test_what_only_workers_find_ends_a_run_before_its_first_batch_in_the_same_way(tmp_path, override, parts):
+    code = "from lightning_weightsync.cli import main; main()"
+    command = [sys.executable, "-c", code, CARTPOLE, override, f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("configuration: a worker ") and "`check`" in last
+    assert all(part in last for part in parts), last
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT and "{folder}" not in str(CASES[name])])
 def test_and_so_it_is_in_a_process_of_its_own(name):
     arguments, parts = CASES[name]
     code = "from lightning_weightsync.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10
-    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10  # seconds of the processor's
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert all(part in done.stderr for part in parts), done.stderr
