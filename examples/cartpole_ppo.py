@@ -1,7 +1,7 @@
 """PPO on CartPole: a Lightning Trainer, two collector processes, one callback between them.
 
 Run it from the root of the repository: ``python -m examples.cartpole_ppo``. The same run composed from YAML is
-``lightning-weightsync --config-dir configs --config-name cartpole_ppo``.
+``lightning-weightsync configs/cartpole_ppo.yaml``.
 """
 
 from __future__ import annotations
