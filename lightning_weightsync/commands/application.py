@@ -43,6 +43,7 @@ NODES = {
     "record": "whether events.jsonl is written to the run folder, for `report`",
     "trace": "whether a trace of trainer and workers is written to the run folder",
 }
+_SAYS_ENOUGH = (TypeError, ImportError, NotImplementedError)
 _CHECKPOINTS = ("best", "last", "hpc")
 _NEEDED = ("module", "collector", "trainer")
 
@@ -83,8 +84,7 @@ class Application:
     def build_group(self) -> CollectorGroup:
         """The group, which is not launched; its factory is known to pickle."""
         node = {name: value for name, value in self.config["collector"].items() if name != "weight_sync_schemes"}
-        group: CollectorGroup = build(node, "collector")
-        group.weight_sync_schemes = self.build_schemes()
+        group: CollectorGroup = build(node, "collector", weight_sync_schemes=self.build_schemes())
         if group.num_workers:
             _check_pickles(group.collector)
         return group
@@ -179,8 +179,11 @@ def _told(key: str, make: Callable[[], Any]) -> Any:
         inner = getattr(error, "full_key", None) or _full_key(str(error))
         if inner:
             where = f"{key}.{inner}"
-        text = f"{where}: {cause}" if isinstance(cause, ValueError) else f"{where}: {type(cause).__name__}: {cause}"
-        raise ConfigError(text) from error
+        if isinstance(cause, ValueError):
+            raise ConfigError(f"{where}: {cause}") from error
+        told = f"{where}: {type(cause).__name__}: {cause}"
+        hint = "" if isinstance(cause, _SAYS_ENOUGH) else " (HYDRA_FULL_ERROR=1 shows where)"
+        raise ConfigError(told + hint) from error
 
 
 def _full_key(message: str) -> str:

@@ -27,6 +27,7 @@ from hydra.errors import (
 )
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from lightning_weightsync.commands.application import NODES, read
 from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, listed, nearest, tell
@@ -160,7 +161,7 @@ def _own_words(overrides: Sequence[str]) -> Iterator[None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints errors itself, and exits
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         if full:
             raise
         raise ConfigError(_explained(error, overrides)) from error
@@ -187,6 +188,13 @@ def _explained(error: Exception, overrides: Sequence[str]) -> str:
         first = text.splitlines()[0]
         quoted = """'key="value"' or 'key=["a","b"]'"""
         return f"{shown or 'an override'} cannot be read: {first}; quote it, also for the shell: {quoted}"
+    if isinstance(error, YAMLError):
+        return f"the YAML cannot be read: {' '.join(text.split())}"
+    if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file or ""):
+        has_groups = (
+            "the groups of the package are found with hydra: {searchpath: [pkg://lightning_weightsync.configs]}"
+        )
+        return f"there is no group for {error.missing_cfg_file!r}; {has_groups} in the YAML"
     if isinstance(error, MissingConfigException | SearchPathException):
         return f"{text.splitlines()[0]} (name a file, lightning-weightsync my.yaml)"
     if "You must specify a config to use" in text or "No config" in text:

@@ -2,7 +2,8 @@
 
     python -m tests.helpers.command < lines.json > results.json
 
-Each line is {"arguments": [...], "without": [modules that are not to be found]}; each result {"code", "output",
+Each line is {"arguments": [...]}, and perhaps "without": modules that are not to be found, or "folder": where it is to
+run without starting a process; each result {"code", "output",
 "seconds"}. Seconds are of processor time: how long other processes keep the machine busy does not count.
 """
 
@@ -10,18 +11,28 @@ import contextlib
 import io
 import json
 import logging
+import os
+import subprocess
 import sys
 import time
 import traceback
 
 
-def run(arguments, without=()):
+def refuse(*args, **kwargs):
+    raise AssertionError("a process was started")
+
+
+def run(arguments, without=(), folder=None):
     from lightning_weightsync.cli import main
 
     output, code = io.StringIO(), 0
     hidden = {name: sys.modules.get(name) for name in without}
     for name in hidden:
         sys.modules[name] = None
+    before = os.getcwd(), subprocess.Popen.__init__
+    if folder is not None:
+        os.chdir(folder)
+        subprocess.Popen.__init__ = refuse
     sys.argv = ["lightning-weightsync", *arguments]
     started = time.process_time()
     try:
@@ -33,6 +44,8 @@ def run(arguments, without=()):
         code = 1
         traceback.print_exc(file=output)
     finally:
+        os.chdir(before[0])
+        subprocess.Popen.__init__ = before[1]
         for name, module in hidden.items():
             del sys.modules[name]
             if module is not None:

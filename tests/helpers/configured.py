@@ -88,6 +88,15 @@ def unpicklable_factory():
     return factory
 
 
+def broken_factory():
+    """A factory whose collector cannot be made."""
+
+    def factory(*, worker_idx, seed):
+        raise RuntimeError("no simulator on port 4711")
+
+    return factory
+
+
 class RankProbe(Probe):
     """Writes a file for each rank."""
 

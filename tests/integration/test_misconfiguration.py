@@ -164,6 +164,34 @@ CASES = {
     ),
     "no such file": (["check", "configs/cartpole.yaml"], ["there is no file configs/cartpole.yaml"]),
     "a list without quotes": ([CARTPOLE, f"{MAP}=[policy=actor]"], [MAP, "cannot be read", "quote it"]),
+    "groups that are not found": (
+        ["check", "{folder}/lost.yaml"],
+        ["no group for 'collector/gym'", "hydra: {searchpath: [pkg://lightning_weightsync.configs]}"],
+    ),
+    "no YAML": (["check", "{folder}/broken.yaml"], ["the YAML cannot be read", "broken.yaml", "line 3"]),
+    "an interpolation of nothing": (["check", CARTPOLE, "module.lr=${speed}"], ["module.lr", "'speed' not found"]),
+    "an environment that raises": (
+        ["check", "tests/helpers/shown.yaml", "collector.collector._target_=tests.helpers.configured.broken_factory"],
+        ["collector.collector", "RuntimeError: no simulator on port 4711"],
+    ),
+    "one wrong job of a multirun, of which the others go on": (
+        [
+            "--multirun",
+            "tests/helpers/shown.yaml",
+            "hydra.sweep.dir={folder}/sweep",
+            f"{UPDATE}.update_weights_interval=0,1",
+        ],
+        ["the interval in batches is at least 1, got 0", "finished frames=12 "],
+    ),
+    "schemes in two places": (
+        [
+            "check",
+            CARTPOLE,
+            "+weight_sync_schemes.policy=${weight_sync_scheme}",
+            "+collector.weight_sync_schemes.policy=${weight_sync_scheme}",
+        ],
+        ["weight_sync_schemes has ['policy'] and collector.weight_sync_schemes ['policy']: use one of them"],
+    ),
     "no such command": (["chekc", CARTPOLE], ["there is no command 'chekc'; did you mean 'check'?"]),
     "no plots without matplotlib": (
         ["report", "{folder}"],
@@ -181,9 +209,11 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     folder.mkdir()
     (folder / "events.jsonl").write_text('{"kind": "start", "time": 0.0}\n')
+    (folder / "lost.yaml").write_text("defaults: [collector: gym, _self_]\n")
+    (folder / "broken.yaml").write_text("seed: 1\nmodule: [\n")
     lines = [
         {
-            "arguments": [a.format(folder=folder) if "{folder}" in a else a for a in arguments],
+            "arguments": [a.replace("{folder}", str(folder)) for a in arguments],
             "without": WITHOUT.get(name, []),
         }
         for name, (arguments, _) in CASES.items()
