@@ -7,6 +7,7 @@ without building anything; each ``build_*`` turns what a constructor refuses int
 from __future__ import annotations
 
 import io
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,6 @@ NODES = {
     "record": "whether events.jsonl is written to the run folder, for `report`",
     "trace": "whether a trace of trainer and workers is written to the run folder",
 }
-_SAYS_ENOUGH = (TypeError, ImportError, NotImplementedError)
 _CHECKPOINTS = ("best", "last", "hpc")
 _NEEDED = ("module", "collector", "trainer")
 
@@ -179,11 +179,16 @@ def _told(key: str, make: Callable[[], Any]) -> Any:
         inner = getattr(error, "full_key", None) or _full_key(str(error))
         if inner:
             where = f"{key}.{inner}"
-        if isinstance(cause, ValueError):
-            raise ConfigError(f"{where}: {cause}") from error
-        told = f"{where}: {type(cause).__name__}: {cause}"
-        hint = "" if isinstance(cause, _SAYS_ENOUGH) else " (HYDRA_FULL_ERROR=1 shows where)"
+        told = f"{where}: {cause}" if isinstance(cause, ValueError) else f"{where}: {type(cause).__name__}: {cause}"
+        hint = " (HYDRA_FULL_ERROR=1 shows where)" if _is_others_code(cause) else ""
         raise ConfigError(told + hint) from error
+
+
+def _is_others_code(error: BaseException) -> bool:
+    """Whether it was raised neither by us nor by Lightning, whose messages say what is wrong with an argument."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package not in ("lightning", "lightning_weightsync", "hydra") and not isinstance(error, ImportError)
 
 
 def _full_key(message: str) -> str:

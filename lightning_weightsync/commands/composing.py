@@ -33,7 +33,7 @@ from lightning_weightsync.commands.application import NODES, read
 from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, listed, nearest, tell
 from lightning_weightsync.commands.schema import find, has_argument
 
-_NAMING = ("--config-dir", "--config-name")
+_NAMING = ("--config-dir", "--config-name", "--config-path", "-cd", "-cn", "-cp")
 _COMPOSING = ("train", "check", "bench")
 _MAP = re.compile(r"(?P<key>[\w.]*weight_update_map)=(?P<value>[\[{].*)", re.DOTALL)
 _QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
@@ -59,6 +59,7 @@ def compose_and_run(command: str, arguments: Sequence[str], started: float) -> i
     if command != "train":
         overrides = [*overrides, *_QUIET]
     codes: list[int] = []
+    raised: list[Exception] = []
 
     def job(config: DictConfig) -> None:
         try:
@@ -66,9 +67,12 @@ def compose_and_run(command: str, arguments: Sequence[str], started: float) -> i
         except ConfigError as error:  # the other jobs of a multirun go on
             tell(error)
             codes.append(EXIT_MISCONFIGURED)
+        except Exception as error:
+            raised.append(error)
+            raise
 
     job.__module__ = f"lightning_weightsync.{command}"  # of which Hydra makes the job's name, and its log's
-    with _own_words(overrides):
+    with _own_words(overrides, raised):
         hydra.main(version_base="1.3", config_path=None)(job)()
     return max(codes, default=0)
 
@@ -86,8 +90,7 @@ def rewrite(arguments: Sequence[str]) -> list[str]:
     file: list[str] = []
     for argument in arguments:
         path = Path(argument)
-        value_of_option = bool(made) and made[-1].startswith("-") and "=" not in made[-1]
-        if path.suffix in (".yaml", ".yml") and "=" not in argument and not (value_of_option and not path.exists()):
+        if path.suffix in (".yaml", ".yml") and "=" not in argument and not (made and made[-1] in _NAMING):
             if not path.is_file():
                 raise ConfigError(f"there is no file {argument}; `lightning-weightsync template {argument}` writes one")
             file = ["--config-dir", str(path.parent), "--config-name", path.stem]
@@ -154,15 +157,15 @@ def _job(command: str, config: DictConfig, options: argparse.Namespace, started:
 
 
 @contextmanager
-def _own_words(overrides: Sequence[str]) -> Iterator[None]:
-    """Inside, Hydra has these arguments, and what it cannot compose is a ``ConfigError``; other errors stay theirs."""
+def _own_words(overrides: Sequence[str], raised_by_jobs: list[Exception]) -> Iterator[None]:
+    """Inside, Hydra has these arguments, and what it cannot compose is a ``ConfigError``; jobs' errors stay theirs."""
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [before[0], *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints errors itself, and exits
     try:
         yield
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        if full:
+        if full or any(error is known for known in raised_by_jobs):
             raise
         raise ConfigError(_explained(error, overrides)) from error
     finally:

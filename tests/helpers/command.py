@@ -12,6 +12,9 @@ import io
 import json
 import logging
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for a busy core make small matrices slow
+
 import subprocess
 import sys
 import time

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from omegaconf.errors import ConfigKeyError
 from tensordict import TensorDict
 from torch import nn
 
@@ -95,6 +96,23 @@ def broken_factory():
         raise RuntimeError("no simulator on port 4711")
 
     return factory
+
+
+class FailsInTraining(Probe):
+    """An error in a run, of a kind that composing raises too."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise ConfigKeyError("my own error")
+        return super().training_step(batch, batch_idx)
+
+
+class Raises(pl.LightningModule):
+    """Its constructor has a mistake of its user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = "4" + 1
 
 
 class RankProbe(Probe):

@@ -153,6 +153,17 @@ def test_workers_backend_and_staleness_from_the_command_line_are_those_of_the_ru
     assert max(batch["age"] for batch in probes["unbounded"]["batches"]) > 0
 
 
+@pytest.mark.slow
+def test_an_error_in_a_run_keeps_its_traceback_and_is_in_the_record_of_the_run(tmp_path):
+    failing = "module._target_=tests.helpers.configured.FailsInTraining"
+    (result,) = run_all([SHOWN, failing, f"hydra.run.dir={tmp_path}"])
+    assert result["code"] == 1
+    assert "in training_step" in result["output"] and "my own error" in result["output"].splitlines()[-1]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events if event["kind"] != "worker"] == ["start", "batch", "exception"]
+    assert events[-1]["message"] == "ConfigKeyError: my own error"
+
+
 # --- check ---------------------------------------------------------------------------------------------------------
 
 

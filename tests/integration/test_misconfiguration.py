@@ -170,6 +170,10 @@ CASES = {
     ),
     "no YAML": (["check", "{folder}/broken.yaml"], ["the YAML cannot be read", "broken.yaml", "line 3"]),
     "an interpolation of nothing": (["check", CARTPOLE, "module.lr=${speed}"], ["module.lr", "'speed' not found"]),
+    "a module that raises": (
+        ["check", "tests/helpers/shown.yaml", "module._target_=tests.helpers.configured.Raises"],
+        ["module: TypeError: can only concatenate str", "HYDRA_FULL_ERROR=1 shows where"],
+    ),
     "an environment that raises": (
         ["check", "tests/helpers/shown.yaml", "collector.collector._target_=tests.helpers.configured.broken_factory"],
         ["collector.collector", "RuntimeError: no simulator on port 4711"],
