@@ -73,8 +73,8 @@ def find_routes(group: CollectorGroup, sources: Mapping[str, Any]) -> tuple[list
         The routes, and the type of the collector.
 
     Raises:
-        ConfigError: The factory raises, a destination names nothing, or layouts differ; all problems.
-        LayoutMismatchError: Never: it is the cause of the former.
+        ConfigError: The factory raises, a destination names nothing, or layouts differ; all problems. Its cause is the
+            last ``LayoutMismatchError``, if there is one.
     """
     routes: list[Route] = []
     problems: list[str] = []

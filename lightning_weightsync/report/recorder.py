@@ -14,6 +14,7 @@ are seconds since the recorder was made, on a monotonic clock.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from datetime import datetime, timezone
@@ -30,6 +31,8 @@ from lightning_weightsync.report.trace import write_trace
 
 if TYPE_CHECKING:
     from lightning_weightsync.collectors.group import CollectorGroup
+
+log = logging.getLogger(__name__)
 
 _FIGURES = {
     "weight_sync/push_ms": "push_ms",
@@ -77,8 +80,12 @@ class Recorder(pl.Callback):
         """Begin the file, and to look at the workers."""
         if stage != "fit" or not trainer.is_global_zero:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("w", encoding="utf-8")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", encoding="utf-8")
+        except OSError as error:
+            self._give_up(error)
+            return
         group = self._group
         self._write(
             "start",
@@ -163,8 +170,16 @@ class Recorder(pl.Callback):
         with self._writing:
             if self._file is not None:
                 line = json.dumps({"kind": kind, "time": round(self._now(), 4), **fields})
-                self._file.write(line + "\n")
-                self._file.flush()  # whoever looks at a run that was killed wants the last lines most
+                try:
+                    self._file.write(line + "\n")
+                    self._file.flush()  # whoever looks at a run that was killed wants the last lines most
+                except OSError as error:
+                    self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A full disk is no reason to end a run."""
+        log.warning(f"{self.path} is not written (any further): {error}")
+        self._file = None
 
     def _look(self) -> None:
         """In a thread of its own: what has changed about the workers."""
@@ -183,10 +198,13 @@ class Recorder(pl.Callback):
         self._ended.set()
         with self._writing:
             if self._file is not None:
-                self._file.close()
-                self._file = None
-                if self._trace:
-                    write_trace(self.path)
+                file, self._file = self._file, None
+                try:
+                    file.close()
+                    if self._trace:
+                        write_trace(self.path)
+                except OSError as error:
+                    self._give_up(error)
 
 
 class Totals:

@@ -7,17 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_weightsync.collectors.group import CollectorGroup
-from lightning_weightsync.collectors.gym import GymCollector
+from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, GymCollector, UpdateWeights
 from lightning_weightsync.commands.composing import rewrite
 from lightning_weightsync.commands.plan import find_routes
 from lightning_weightsync.commands.problems import ConfigError
 from lightning_weightsync.errors import LayoutMismatchError
-from lightning_weightsync.schemes.distributed import DistributedWeightSyncScheme
-from tests.helpers.configured import Constants, Shown
+from tests.helpers.configured import Constants, Probe, Shown
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lightning_weightsync"
@@ -232,6 +231,22 @@ def test_report_reads_a_run_that_was_killed_as_far_as_it_goes(tmp_path):
         report(tmp_path)
 
 
+def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    from lightning_weightsync.report.recorder import Recorder
+
+    (tmp_path / "run").write_text("a file where the folder should be")
+    group = CollectorGroup(Shown, 0, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}, batches_per_epoch=2)
+    update = UpdateWeights(group, weight_update_map={"policy": "actor"})
+    recorder = Recorder(tmp_path / "run", group, [update])
+    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, callbacks=[update, recorder], default_root_dir=tmp_path, **quiet
+    )
+    trainer.fit(Probe(), group)
+    assert recorder.totals.pushes == update.num_pushes == 2
+    assert "events.jsonl is not written" in caplog.text
+
+
 # --- bench, doctor, template, help ---------------------------------------------------------------------------------
 
 
@@ -319,8 +334,6 @@ def test_a_shipped_group_has_every_argument_with_its_default(path, key, cls, giv
 
 def test_the_callback_of_the_shipped_group_has_every_argument_but_those_that_the_command_gives():
     import inspect
-
-    from lightning_weightsync import UpdateWeights
 
     node = OmegaConf.load(PACKAGE / "configs" / "callbacks" / "update_weights.yaml").update_weights
     arguments = inspect.signature(UpdateWeights).parameters.keys() - {"collector", "trainer"}
