@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/lightning-weightsync --config-dir configs --config-name cartpole_ppo
+	$(BIN)/lightning-weightsync configs/cartpole_ppo.yaml
 
 test: lint types unit
 

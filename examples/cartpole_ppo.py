@@ -1,7 +1,7 @@
 """PPO on CartPole: a Lightning Trainer, a collector process that is one batch ahead, one callback between them.
 
 Run it from the root of the repository: ``python -m examples.cartpole_ppo``. Composed from YAML, with two collector
-processes that make each batch together, it is ``lightning-weightsync --config-dir configs --config-name cartpole_ppo``.
+processes that make each batch together, it is ``lightning-weightsync configs/cartpole_ppo.yaml``.
 """
 
 from __future__ import annotations

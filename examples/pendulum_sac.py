@@ -1,7 +1,7 @@
 """SAC on Pendulum: off-policy, with collectors that run ahead, and two models in one push.
 
 Run it from the root of the repository: ``python -m examples.pendulum_sac``. The same run composed from YAML is
-``lightning-weightsync --config-dir configs --config-name pendulum_sac``.
+``lightning-weightsync configs/pendulum_sac.yaml``.
 
 Workers collect ahead (``sync=False``), and get policy and critic every few optimizer steps, in the middle of a batch.
 With the critic they say how surprising each transition is: where it starts from in the prioritized replay buffer.

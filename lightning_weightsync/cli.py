@@ -1,11 +1,8 @@
-"""The ``lightning-weightsync`` command: compose a configuration, build what it names, and fit.
+"""The ``lightning-weightsync`` command: which subcommand is it, and what is it given?
 
-    lightning-weightsync --config-dir configs --config-name cartpole_ppo [key=value ...]
-
-Nodes: ``seed``, ``module``, ``collector``, ``trainer``, ``logger``, ``callbacks``, ``ckpt_path``, and ``evaluation``,
-whose arguments are those of ``CollectorGroup.evaluation`` (the run is then validated on its episodes). Exits with 1 if
-the configuration has an ``EarlyStopping`` with a ``stopping_threshold`` (it is then *solved* or not) that was not
-reached.
+``train`` (the default), ``check`` and ``bench`` compose a configuration with Hydra; ``report``, ``doctor`` and
+``template`` do without. Exit codes: 0; 1 for a run that failed or was not solved, or a machine that is not fit; 2 for a
+wrong configuration or command line.
 """
 
 from __future__ import annotations
@@ -16,16 +13,43 @@ _STARTED = time.perf_counter()
 
 import os  # noqa: E402
 import sys  # noqa: E402
-from typing import TYPE_CHECKING, Any  # noqa: E402
+from collections.abc import Callable, Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
 
-import hydra  # noqa: E402
-from hydra.utils import instantiate  # noqa: E402
-from omegaconf import DictConfig  # noqa: E402
+from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, nearest, tell  # noqa: E402
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
+HELP = """\
+lightning-weightsync: reinforcement learning in a Lightning Trainer, with collector processes in sync
 
-    from lightning_weightsync.collectors.group import CollectorGroup
+    lightning-weightsync [train] FILE.yaml [key=value ...]    train what the YAML describes
+    lightning-weightsync check   FILE.yaml [key=value ...]    what would it do? finds mistakes; starts no process
+    lightning-weightsync bench   FILE.yaml [key=value ...]    what does a push of this model cost on this machine?
+    lightning-weightsync report  RUN_FOLDER                   one HTML page about a run
+    lightning-weightsync doctor                               is this machine fit? how to mend it
+    lightning-weightsync template [FILE.yaml]                 a commented YAML to start from
+
+examples
+    lightning-weightsync template my.yaml                     # write it, then edit it
+    lightning-weightsync check my.yaml
+    lightning-weightsync my.yaml seed=2 trainer.max_epochs=20
+    lightning-weightsync my.yaml callbacks.update_weights.interval_unit=optim_steps \\
+        callbacks.update_weights.update_weights_interval=8
+    lightning-weightsync my.yaml \\
+        'callbacks.update_weights.weight_update_map=["policy=actor","replay_buffer.transforms[0]=critic"]'
+    lightning-weightsync my.yaml weight_sync_scheme=network collector.num_workers=4
+    lightning-weightsync --multirun my.yaml callbacks.update_weights.update_weights_interval=1,4,16
+    lightning-weightsync my.yaml ckpt_path=outputs/.../last.ckpt
+    lightning-weightsync report outputs/2026-11-30/10-00-00
+
+Hydra's options work too: --cfg job prints the configuration, --config-dir and --config-name name it in another way,
+hydra.run.dir=... is where a run leaves its files, and
+    eval "$(lightning-weightsync --shell-completion install=bash)"
+has the shell complete keys and groups. `lightning-weightsync COMMAND --help` tells more.
+
+exit codes: 0 fine, 1 failed or not solved, 2 wrong configuration or command line
+"""
+
+COMMANDS = ("train", "check", "bench", "report", "doctor", "template")
 
 
 def main() -> None:
@@ -33,72 +57,79 @@ def main() -> None:
     # A console script has its own folder on sys.path, not the one where the user's modules are.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    _main()
+    try:
+        code = run(sys.argv[1:])
+    except ConfigError as error:
+        tell(error)
+        code = EXIT_MISCONFIGURED
+    sys.stdout.flush()
+    sys.exit(code)
 
 
-@hydra.main(version_base="1.3", config_path=None)
-def _main(config: DictConfig) -> None:
-    sys.exit(train(config))
-
-
-def train(config: DictConfig) -> int:
-    """Build module, collectors, callbacks, loggers and trainer from their nodes, and fit.
-
-    Prints one last line, ``solved|unsolved|finished frames=… seconds=… return=… version=…``.
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line.
 
     Returns:
-        The exit code: 0, or 1 for an unsolved run.
+        The exit code.
+
+    Raises:
+        ConfigError: The command line or the configuration is wrong.
     """
-    import lightning.pytorch as pl
-
-    if config.get("seed") is not None:
-        pl.seed_everything(config.seed, verbose=False)
-    module: pl.LightningModule = instantiate(config.module)
-    group: CollectorGroup = instantiate(config.collector, _convert_="all")
-    callbacks = [_callback(node, group) for node in (config.get("callbacks") or {}).values() if node is not None]
-    loggers = [instantiate(node) for node in (config.get("logger") or {}).values() if node is not None]
-    trainer: pl.Trainer = instantiate(config.trainer, callbacks=callbacks, logger=loggers, _convert_="all")
-    wanted: Any = config.get("evaluation")
-    evaluation = group.evaluation(**wanted) if wanted is not None else None
-    trainer.fit(module, group, val_dataloaders=evaluation, ckpt_path=config.get("ckpt_path"))
-    outcome = _outcome(trainer)
-    if trainer.is_global_zero:
-        mean_return = group.metrics().get("collect/episode_return", float("nan"))
-        seconds = time.perf_counter() - _STARTED
-        print(
-            f"{outcome} frames={group.frames} seconds={seconds:.1f} return={mean_return:.1f} version={group.version}",
-            flush=True,
-        )
-    return int(outcome == "unsolved")
+    command, rest = split(arguments)
+    if (not rest and command == "train") or (rest and rest[0] in ("-h", "--help") and command == "train"):
+        print(HELP, end="")
+        return 0 if rest else EXIT_MISCONFIGURED
+    return _implementation(command)(rest)
 
 
-def _callback(node: DictConfig, group: CollectorGroup) -> pl.Callback:
-    """Build a callback; an ``UpdateWeights`` that names no target gets the one group that was built.
+def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The subcommand, ``train`` where none is named, and the rest.
 
-    An interpolation of the collector's node would build a second group.
+    Raises:
+        ConfigError: The first word looks like a subcommand, and is none.
     """
-    from lightning_weightsync.callback import UpdateWeights
+    if arguments and arguments[0] in COMMANDS:
+        return arguments[0], list(arguments[1:])
+    first = arguments[0] if arguments else ""
+    if first.isalpha():
+        told = ended(f"there is no command {first!r}{nearest(first, COMMANDS)}")
+        raise ConfigError(f"{told} Commands: {', '.join(COMMANDS)}")
+    return "train", list(arguments)
 
-    named: Any = node.get("_target_")
-    cls = hydra.utils.get_object(named) if isinstance(named, str) else None
-    is_ours = isinstance(cls, type) and issubclass(cls, UpdateWeights)
-    extra = {"collector": group} if is_ours and node.get("collector") is None and node.get("sender") is None else {}
-    callback: pl.Callback = instantiate(node, **extra, _convert_="all")
-    return callback
+
+def _implementation(command: str) -> Callable[[list[str]], int]:
+    """Only what a command needs is imported."""
+    if command == "report":
+        from lightning_weightsync.commands.report import main as report
+
+        return report
+    if command == "doctor":
+        from lightning_weightsync.commands.doctor import main as doctor
+
+        return doctor
+    if command == "template":
+        return template
+    from lightning_weightsync.commands.composing import compose_and_run
+
+    return lambda rest: compose_and_run(command, rest, _STARTED)
 
 
-def _outcome(trainer: pl.Trainer) -> str:
-    """``solved`` if every threshold that ends the run early was reached; ``finished`` if there is none."""
-    from lightning.pytorch.callbacks import EarlyStopping
-
-    aims = [c for c in trainer.early_stopping_callbacks if isinstance(c, EarlyStopping)]
-    aims = [c for c in aims if c.stopping_threshold is not None]
-    if not aims:
-        return "finished"
-    # Not c.best_score: it is not updated by the value that reaches the threshold.
-    seen = trainer.callback_metrics
-    solved = all(c.monitor in seen and c.monitor_op(seen[c.monitor], c.stopping_threshold) for c in aims)
-    return "solved" if solved else "unsolved"
+def template(arguments: list[str]) -> int:
+    """Print the commented template, or write it to a file that is not there yet."""
+    if len(arguments) > 1 or any(a.startswith("-") for a in arguments):
+        print("usage: lightning-weightsync template [FILE.yaml]")
+        return 0 if arguments[0] in ("-h", "--help") else EXIT_MISCONFIGURED
+    text = (Path(__file__).parent / "configs" / "template.yaml").read_text(encoding="utf-8")
+    if not arguments:
+        print(text, end="")
+        return 0
+    try:
+        with open(arguments[0], "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{arguments[0]}: not written: {error.strerror}") from None
+    print(f"{arguments[0]}: fill in what is ???, then run `lightning-weightsync check {arguments[0]}`")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""The subcommands of ``lightning-weightsync``, one module each; only these and ``cli`` import hydra."""

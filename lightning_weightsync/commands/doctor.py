@@ -1,0 +1,268 @@
+"""``doctor``: is this machine fit for workers that share memory with a trainer? What is not, and how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from lightning_weightsync.commands.check import size
+
+PER_WORKER = 24
+"""Descriptors that a worker may cost the trainer. With two models it was 5 over shared memory, 14 over the network."""
+
+_MALICIOUS = {"lightning": ("2.6.2", "2.6.3")}
+_NEEDED = {
+    "torch": (2, 9),
+    "tensordict": (0, 10),
+    "lightning": (2, 5),
+    "hydra-core": (1, 3),
+    "omegaconf": (2, 3),
+    "cloudpickle": (3,),
+}
+_EXTRAS = {"gymnasium": "gym", "torchrl": "torchrl", "matplotlib": "plots"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        level: ``"ok"``, ``"note"`` or ``"BAD"``.
+        what: Its name.
+        found: What there is.
+        mend: What to do, where that is not enough.
+    """
+
+    level: str
+    what: str
+    found: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.level:4} {self.what:16} {self.found}"
+        return f"{text}\n{'':21} -> {self.mend}" if self.mend else text
+
+
+def main(arguments: list[str]) -> int:
+    """Print the findings.
+
+    Returns:
+        0, or 1 if something is bad.
+    """
+    argparse.ArgumentParser(prog="lightning-weightsync doctor", description=__doc__).parse_args(arguments)
+    findings = list(examine())
+    for finding in findings:
+        print(finding)
+    bad = [finding.what for finding in findings if finding.level == "BAD"]
+    print(f"bad: {', '.join(bad)}" if bad else "fit")
+    return int(bool(bad))
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything, one thing after the other; what raises is a finding too."""
+    looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("python", _python),
+        ("packages", _packages),
+        ("cores", _cores),
+        ("memory", _memory),
+        ("shared memory", _shared_memory),
+        ("descriptors", _descriptors),
+        ("processes", _processes),
+        ("loopback", _ports),
+        ("interfaces", _interfaces),
+        ("gloo", _gloo),
+        ("temporary files", _temporary),
+        ("environment", _environment),
+    ]
+    for what, look in looks:
+        try:
+            yield from look()
+        except Exception as error:
+            yield Finding("BAD", what, f"looking at it raised {type(error).__name__}: {error}", "see the message")
+
+
+def _python() -> Iterator[Finding]:
+    found = f"{platform.python_version()} on {platform.system()} {platform.release()} ({platform.machine()})"
+    yield Finding(
+        "ok" if sys.version_info >= (3, 10) else "BAD",
+        "python",
+        found,
+        "" if sys.version_info >= (3, 10) else "install Python 3.10 or newer",
+    )
+
+
+def _packages() -> Iterator[Finding]:
+    for name, least in _NEEDED.items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            yield Finding("BAD", name, "is not installed", f"pip install '{name}>={'.'.join(map(str, least))}'")
+            continue
+        if found in _MALICIOUS.get(name, ()):
+            mend = f"pip install -U '{name}' now, and rotate the credentials of this machine"
+            yield Finding("BAD", name, f"{found} was a malicious release", mend)
+        elif _numbers(found)[: len(least)] < least:
+            yield Finding("BAD", name, found, f"pip install -U '{name}>={'.'.join(map(str, least))}'")
+        else:
+            yield Finding("ok", name, found)
+    for module, extra in _EXTRAS.items():
+        if importlib.util.find_spec(module) is None:
+            yield Finding("note", module, "is not installed", f"pip install 'lightning_weightsync[{extra}]', if needed")
+        else:
+            yield Finding("ok", module, version(module))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".") if part.isdigit())
+
+
+def _cores() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    mend = "each worker wants a core of its own: num_workers beyond that does not collect faster" if cores < 3 else ""
+    yield Finding("note" if mend else "ok", "cores", f"{cores}, load {load:.1f}", mend)
+
+
+def _memory() -> Iterator[Finding]:
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    free = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}.get("MemAvailable")
+    if free is None:
+        yield Finding("note", "memory", "not told by this system")
+        return
+    low = free < 1 << 30
+    yield Finding(
+        "BAD" if low else "ok",
+        "memory",
+        f"{size(free)} available",
+        "a worker needs 0.3 GB to begin with: end other programs, or lower collector.num_workers" if low else "",
+    )
+
+
+def _shared_memory() -> Iterator[Finding]:
+    from lightning_weightsync.transports.memory import create_memory_file, map_memory
+
+    descriptor = create_memory_file("doctor")
+    try:
+        map_memory(descriptor, 1 << 20)[0] = 1
+    finally:
+        os.close(descriptor)
+    if hasattr(os, "memfd_create"):
+        yield Finding("ok", "shared memory", "anonymous memory files (memfd): nothing is left behind in any crash")
+    else:
+        where = tempfile.gettempdir()
+        yield Finding(
+            "note",
+            "shared memory",
+            f"no memfd here: unlinked files in {where}, {_free(where)} free",
+            "set TMPDIR to a folder in memory, if there is one",
+        )
+    if Path("/dev/shm").exists() and shutil.disk_usage("/dev/shm").free < 64 << 20:
+        yield Finding(
+            "note",
+            "/dev/shm",
+            f"{_free('/dev/shm')} free: not used by this package, but by torch's DataLoader",
+            "docker run --shm-size=1g ...",
+        )
+
+
+def _free(folder: str) -> str:
+    return size(shutil.disk_usage(folder).free)
+
+
+def _descriptors() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(0, soft - 128) // PER_WORKER
+    found = f"{soft} open files allowed (at most {hard}): enough for {most} workers"
+    if most < 8:
+        yield Finding("BAD", "descriptors", found, f"ulimit -n {min(hard, 4096) if hard > 0 else 4096}")
+    else:
+        yield Finding("ok", "descriptors", found)
+
+
+def _processes() -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    few = 0 <= soft < 256
+    yield Finding(
+        "BAD" if few else "ok",
+        "processes",
+        "no limit" if soft < 0 else f"{soft} processes and threads allowed",
+        "ulimit -u 4096" if few else "",
+    )
+
+
+def _ports() -> Iterator[Finding]:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 2.0):
+        yield Finding("ok", "loopback", f"listens and connects (port {server.getsockname()[1]})")
+    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if path.exists():
+        low, high = map(int, path.read_text().split())
+        few = high - low < 1000
+        yield Finding(
+            "BAD" if few else "ok",
+            "ports",
+            f"{low} to {high} for the system to give",
+            "sysctl -w net.ipv4.ip_local_port_range='32768 60999'" if few else "",
+        )
+
+
+def _interfaces() -> Iterator[Finding]:
+    names = [name for _, name in socket.if_nameindex()]
+    try:
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)})
+    except OSError:
+        addresses = []
+    loopback_only = all(address.startswith("127.") or address == "::1" for address in addresses)
+    found = (
+        f"{', '.join(names) or 'none'}; {socket.gethostname()} is {', '.join(addresses) or 'unknown to the resolver'}"
+    )
+    mend = (
+        "fine on one host; for workers elsewhere give weight_sync_scheme.host an address that they can reach"
+        if loopback_only
+        else ""
+    )
+    yield Finding("note" if mend else "ok", "interfaces", found, mend)
+
+
+def _gloo() -> Iterator[Finding]:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        yield Finding(
+            "note",
+            "gloo",
+            "is not in this torch: weights reach workers of this host only",
+            "install torch with distributed support",
+        )
+    else:
+        nccl = dist.is_nccl_available()
+        yield Finding("ok", "gloo", f"is there; nccl is {'there' if nccl else 'not'}")
+
+
+def _temporary() -> Iterator[Finding]:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"x")
+    yield Finding("ok", "temporary files", f"{tempfile.gettempdir()}, {_free(tempfile.gettempdir())} free")
+
+
+def _environment() -> Iterator[Finding]:
+    stray = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK") if name in os.environ]
+    if stray:
+        yield Finding(
+            "note",
+            "environment",
+            f"{', '.join(stray)} set: a Trainer takes itself for one of several",
+            f"unset {' '.join(stray)}, unless a launcher has set them",
+        )
+    else:
+        yield Finding("ok", "environment", "no stray variables of a distributed launcher")

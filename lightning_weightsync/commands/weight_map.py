@@ -1,0 +1,98 @@
+"""Which source goes to which destination, by which scheme? From the map's two forms, and the schemes' two nodes.
+
+    callbacks.*.weight_update_map    {destination: source}, or ["destination=source", ...]
+    weight_sync_schemes              {destination: scheme}: exact
+    weight_sync_scheme               the scheme of every destination that is not among those, an instance for each
+
+Nothing may be left over: a destination without a scheme is an error, and so is a scheme without a destination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_weightsync.commands.problems import ConfigError, nearest
+from lightning_weightsync.paths import PathError, format_path, parse_path
+
+KEY = "weight_update_map"
+
+
+def as_mapping(given: Any, key: str) -> dict[str, str] | None:
+    """A map in either form as a mapping; ``None`` for ``None``.
+
+    Args:
+        given: A mapping, or a list of ``"destination=source"``, which can hold what Hydra's command line cannot have in
+            a key: ``"replay_buffer.transforms[0]=critic"``.
+        key: Where it is, for messages.
+
+    Raises:
+        ConfigError: It is neither, a path in it cannot be read, or a destination is there twice.
+
+    Example:
+        >>> as_mapping(["policy=actor", "replay_buffer.transforms[0]=critic"], "weight_update_map")
+        {'policy': 'actor', 'replay_buffer.transforms[0]': 'critic'}
+    """
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        pairs = [(str(destination), source) for destination, source in given.items()]
+    elif isinstance(given, list) and all(isinstance(pair, str) for pair in given):
+        pairs = []
+        for pair in given:
+            destination, equals, source = pair.partition("=")
+            if not equals:
+                raise ConfigError(
+                    f"{key}: {pair!r} is not of the form 'destination=source', for example 'policy=actor'"
+                )
+            pairs.append((destination.strip(), source.strip()))
+    else:
+        raise ConfigError(
+            f"{key}={given!r}: a mapping is needed, {{policy: actor}}, or a list, ['policy=actor'] (destination=source)"
+        )
+    found: dict[str, str] = {}
+    for destination, source in pairs:
+        if source == "???":
+            raise ConfigError(
+                f"{key}.{destination} has no value (???): name its source on the module, for example 'actor'"
+            )
+        if not isinstance(source, str):
+            raise ConfigError(f"{key}: the source of {destination!r} is a path such as 'actor', not {source!r}")
+        for path in (destination, source):
+            try:
+                parse_path(path)
+            except PathError as error:
+                raise ConfigError(f"{key}: {error}") from None
+        twice = [known for known in found if format_path(parse_path(known)) == format_path(parse_path(destination))]
+        if twice:
+            raise ConfigError(
+                f"{key}: the destination {destination!r} is there twice: from {found[twice[0]]!r} and {source!r}"
+            )
+        found[destination] = source
+    return found
+
+
+def scheme_nodes(destinations: list[str], exact: Mapping[str, Any], default: Any) -> dict[str, Any]:
+    """The node that makes each destination's scheme.
+
+    Args:
+        destinations: Those of the map.
+        exact: ``weight_sync_schemes``.
+        default: ``weight_sync_scheme``; ``None`` if there is none.
+
+    Raises:
+        ConfigError: A destination without a scheme, or a scheme without a destination; shows both lists.
+    """
+    extra = [name for name in exact if name not in destinations]
+    missing = [name for name in destinations if name not in exact] if default is None else []
+    if extra or missing:
+        what = []
+        if missing:
+            what.append(f"without a scheme: {missing} (add weight_sync_scheme, a default for all, or an entry each)")
+        for name in extra:
+            what.append(f"a scheme without a source: {name!r}{nearest(name, destinations)}")
+        raise ConfigError(
+            f"weight_update_map has the destinations {sorted(destinations)}, weight_sync_schemes {sorted(exact)}; "
+            + "; ".join(what)
+        )
+    return {name: exact.get(name, default) for name in destinations}

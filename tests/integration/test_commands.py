@@ -1,0 +1,374 @@
+"""The subcommands: what they print, and what overrides on the command line do to a run, measured in the run."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, GymCollector, UpdateWeights
+from lightning_weightsync.commands.composing import rewrite
+from lightning_weightsync.commands.plan import find_routes
+from lightning_weightsync.commands.problems import ConfigError
+from lightning_weightsync.errors import LayoutMismatchError
+from tests.helpers.configured import Constants, Probe, Shown
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "lightning_weightsync"
+SHOWN = "tests/helpers/shown.yaml"
+MAP = "callbacks.update_weights.weight_update_map"
+
+
+def run_all(*lines, **more):
+    """The results of several command lines, run in one process, one after the other; ``more`` is about the last."""
+    command = [sys.executable, "-m", "tests.helpers.command"]
+    given = [{"arguments": list(map(str, line))} for line in lines]
+    given[-1] |= more
+    text = json.dumps(given)
+    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def probe(folder):
+    return json.loads((folder / "probe.json").read_text())
+
+
+# --- overrides ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_runs(tmp_path_factory):
+    """Runs without worker processes, by name: their folders; and all that was printed."""
+    folder = tmp_path_factory.mktemp("small")
+    both = f'{MAP}=["policy=actor","nets[1]=critic"]'
+    runs = {
+        "mapped as in the YAML": [],
+        "mapped by a list": [both],
+        "mapped by a mapping": [f"{MAP}={{policy:other}}"],
+        "every other batch": ["callbacks.update_weights.update_weights_interval=2"],
+        "the same seed": ["seed=1"],
+        "another seed": ["seed=2", "trace=true"],
+    }
+    sweep = ["--multirun", SHOWN, f"hydra.sweep.dir={folder / 'sweep'}"]
+    lines = [[SHOWN, f"hydra.run.dir={folder / name}", *overrides] for name, overrides in runs.items()]
+    lines.append([*sweep, "callbacks.update_weights.update_weights_interval=1,3"])
+    lines.append([SHOWN, "--cfg", "job", both])
+    lines.append(["check", ROOT / "configs" / "pendulum_sac.yaml"])
+    (folder / "checked").mkdir()
+    results = run_all(*lines, folder=str(folder / "checked"))
+    assert [result["code"] for result in results] == [0] * len(lines), results
+    return {name: folder / name for name in [*runs, "sweep", "checked"]}, [result["output"] for result in results]
+
+
+def test_a_list_on_the_command_line_takes_the_place_of_the_map_brackets_and_all(small_runs):
+    folders, _ = small_runs
+    # SGD with 0.1 on the actor only: it is 1, 0.9, 0.8 when the batches are made.
+    models = [batch["models"] for batch in probe(folders["mapped by a list"])["batches"]]
+    assert models[0] == [[1.0], [0.0], [2.0]]
+    assert models[1] == [[pytest.approx(0.9)], [0.0], [2.0]]
+    as_it_is = [batch["models"] for batch in probe(folders["mapped as in the YAML"])["batches"]]
+    assert as_it_is[0] == [[1.0], [0.0], [0.0]]
+    assert probe(folders["mapped by a mapping"])["batches"][0]["models"] == [[3.0], [0.0], [0.0]]
+
+
+def test_the_cadence_from_the_command_line_is_that_of_the_run(small_runs):
+    folders, _ = small_runs
+    assert [batch["version"] for batch in probe(folders["mapped as in the YAML"])["batches"]] == [0, 1, 2]
+    assert [batch["version"] for batch in probe(folders["every other batch"])["batches"]] == [0, 0, 1]
+
+
+def test_a_multirun_over_cadences_runs_them_all(small_runs):
+    folders, outputs = small_runs
+    versions = [[batch["version"] for batch in probe(folders["sweep"] / job)["batches"]] for job in ("0", "1")]
+    assert versions == [[0, 1, 2], [0, 0, 0]]
+    assert outputs[-3].count("weight sync: ") == 2
+
+
+def test_the_seed_from_the_command_line_makes_the_experience(small_runs):
+    folders, _ = small_runs
+    seen = {
+        name: probe(folders[name])["batches"][0]["observation"]
+        for name in ("mapped as in the YAML", "the same seed", "another seed")
+    }
+    assert seen["the same seed"] == seen["mapped as in the YAML"] != seen["another seed"]
+
+
+def test_the_composed_configuration_is_printed(small_runs):
+    _, outputs = small_runs
+    config = OmegaConf.create(outputs[-2])
+    assert config.callbacks.update_weights.weight_update_map == ["policy=actor", "nets[1]=critic"]
+
+
+def test_a_run_ends_with_what_its_pushes_cost_and_writes_down_each_batch(small_runs):
+    folders, outputs = small_runs
+    told, last = outputs[0].splitlines()[-2:]
+    assert told.startswith("weight sync: 3 pushes, ") and "staleness at most 0, 0 restart(s)" in told
+    assert last.startswith("finished frames=12 ")
+    events = [json.loads(line) for line in (folders["mapped as in the YAML"] / "events.jsonl").read_text().splitlines()]
+    batches = [event for event in events if event["kind"] == "batch"]
+    assert [event["frames"] for event in batches] == [4, 8, 12]
+    assert [event["version"] for event in batches] == [1, 2, 3]
+    assert [event["ages"] for event in batches] == [{"0": 4}] * 3
+    assert events[0]["kind"] == "start" and events[-1]["kind"] == "end"
+    assert events[-1]["pushes"] == 3
+
+
+def test_a_trace_has_the_trainer_and_its_workers_on_one_clock(small_runs):
+    folders, _ = small_runs
+    assert not (folders["the same seed"] / "trace.json").exists()
+    events = json.loads((folders["another seed"] / "trace.json").read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert tracks == {0: "trainer", 1: "worker 0"}
+    spans = [event for event in events if event["ph"] == "X"]
+    trainer = [event["name"] for event in spans if event["tid"] == 0]
+    assert trainer == ["wait for a batch", "learn", "push"] * 3
+    waits = [(event["ts"], event["dur"]) for event in spans if event["name"] == "wait for a batch"]
+    collects = [(event["ts"], event["dur"]) for event in spans if event["name"] == "collecting"]
+    assert waits == collects  # sync: a batch is collected while the trainer waits for it
+
+
+@pytest.mark.slow
+def test_workers_backend_and_staleness_from_the_command_line_are_those_of_the_run(tmp_path):
+    ahead = ["collector.sync=false", "collector.batches_per_epoch=8"]
+    runs = {
+        "one": ["collector.num_workers=1", "hydra.job.chdir=true"],
+        "two": ["collector.num_workers=2", "weight_sync_scheme=network"],
+        "bounded": ["collector.num_workers=1", *ahead, "collector.max_staleness=0"],
+        "unbounded": ["collector.num_workers=1", *ahead],
+    }
+    results = run_all(*[[SHOWN, f"hydra.run.dir={tmp_path / name}", *o] for name, o in runs.items()])
+    assert [result["code"] for result in results] == [0] * 4, results
+    probes = {name: probe(tmp_path / name) for name in runs}
+    assert [len(set(probes[name]["pids"])) for name in ("one", "two")] == [1, 2]
+    assert probes["two"]["batches"][0]["workers"] == [0, 1]
+    assert [probes[name]["shared"] for name in ("one", "two")] == [{"policy": True}, {"policy": False}]
+    assert max(batch["age"] for batch in probes["bounded"]["batches"]) == 0
+    assert max(batch["age"] for batch in probes["unbounded"]["batches"]) > 0
+
+
+@pytest.mark.slow
+def test_an_error_in_a_run_keeps_its_traceback_and_is_in_the_record_of_the_run(tmp_path):
+    failing = "module._target_=tests.helpers.configured.FailsInTraining"
+    (result,) = run_all([SHOWN, failing, f"hydra.run.dir={tmp_path}"])
+    assert result["code"] == 1
+    assert "in training_step" in result["output"] and "my own error" in result["output"].splitlines()[-1]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events if event["kind"] != "worker"] == ["start", "batch", "exception"]
+    assert events[-1]["message"] == "ConfigKeyError: my own error"
+
+
+# --- check ---------------------------------------------------------------------------------------------------------
+
+
+def test_check_prints_who_sends_what_to_whom_starts_no_process_and_writes_nothing(small_runs):
+    folders, outputs = small_runs
+    lines = outputs[-1].splitlines()
+    assert lines[-1] == "ok"
+    assert "  actor -> policy" in lines and "  critic -> critic" in lines
+    assert any("every 16 optimizer step(s); the trainer waits for one copy only" in line for line in lines)
+    assert any("Critic: 12 leaves, 36.5 KB" in line for line in lines)
+    assert not list(folders["checked"].iterdir())
+
+
+def test_check_finds_the_mismatch_that_connect_would():
+    def group():
+        return CollectorGroup(Shown, 1, weight_sync_schemes={"policy": DistributedWeightSyncScheme()})
+
+    class Wide(Constants):
+        def __init__(self):
+            super().__init__()
+            self.more = Constants()
+
+    with pytest.raises(ConfigError) as found:
+        find_routes(group(), {"policy": Wide()})
+    with group() as connecting, pytest.raises(LayoutMismatchError) as raised:
+        connecting.update_policy_weights_(Wide())
+    cause = found.value.__cause__
+    assert isinstance(cause, LayoutMismatchError)
+    assert cause.unexpected == raised.value.unexpected == ["more.value"]
+    assert (cause.missing, cause.mismatched) == (raised.value.missing, raised.value.mismatched)
+
+
+# --- report --------------------------------------------------------------------------------------------------------
+
+
+def test_report_is_one_page_with_its_plots_inside(small_runs):
+    pytest.importorskip("matplotlib")
+    from lightning_weightsync.commands.report import report
+
+    folders, _ = small_runs
+    folder = folders["mapped as in the YAML"]
+    page = report(folder)
+    assert page.count('src="data:image/png;base64,') == page.count("<img") == 4  # no episodes here, so no returns
+    assert "http" not in page.replace("http-equiv", "")
+    for text in ("Staleness", "Push latency", "Workers", "tests.helpers.configured.Probe", "time lost to pushes"):
+        assert text in page
+
+
+def test_report_reads_a_run_that_was_killed_as_far_as_it_goes(tmp_path):
+    pytest.importorskip("matplotlib")
+    from lightning_weightsync.commands.report import report
+
+    lines = [
+        {"kind": "start", "time": 0.0, "module": "<Net>", "workers": 1, "sync": False},
+        {"kind": "worker", "time": 0.1, "worker": 0, "state": "starting", "pid": 1, "version": -1},
+        {"kind": "worker", "time": 1.0, "worker": 0, "state": "collecting", "pid": 1, "version": 0},
+        {"kind": "worker", "time": 2.0, "worker": 0, "state": "failed", "pid": 1, "version": 3, "cause": "a <signal>"},
+    ]
+    text = "\n".join(map(json.dumps, lines)) + '\n{"kind": "batch", "ti'
+    (tmp_path / "events.jsonl").write_text(text)
+    page = report(tmp_path)
+    assert "worker 0: a &lt;signal&gt;" in page and "&lt;Net&gt;" in page
+    assert page.count("<img") == 1
+    (tmp_path / "events.jsonl").write_text("no events\n" + text)
+    with pytest.raises(ConfigError, match=r"events.jsonl:1 is no event"):
+        report(tmp_path)
+
+
+def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    from lightning_weightsync.report.recorder import Recorder
+
+    (tmp_path / "run").write_text("a file where the folder should be")
+    group = CollectorGroup(Shown, 0, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}, batches_per_epoch=2)
+    update = UpdateWeights(group, weight_update_map={"policy": "actor"})
+    recorder = Recorder(tmp_path / "run", group, [update])
+    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, callbacks=[update, recorder], default_root_dir=tmp_path, **quiet
+    )
+    trainer.fit(Probe(), group)
+    assert recorder.totals.pushes == update.num_pushes == 2
+    assert "events.jsonl is not written" in caplog.text
+
+
+# --- bench, doctor, template, help ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_bench_measures_the_configured_model():
+    (result,) = run_all(["bench", "configs/cartpole_ppo.yaml", "--pushes", "3", "--batches", "1"])
+    assert result["code"] == 0, result["output"]
+    assert "policy: 6 leaves, 18.5 KB a push; 2 worker(s)" in result["output"]
+    for row in (
+        "a plain copy",
+        "a push, until all workers",
+        "blocking=false: the trainer is held",
+        "collecting a batch",
+    ):
+        assert row in result["output"]
+
+
+def test_doctor_says_what_is_wrong_and_how_to_mend_it(capsys, monkeypatch):
+    from lightning_weightsync.commands.doctor import main
+
+    limits = {resource.RLIMIT_NOFILE: (200, 4096), resource.RLIMIT_NPROC: (-1, -1)}
+    monkeypatch.setattr(resource, "getrlimit", limits.get)
+    monkeypatch.setenv("RANK", "3")
+    assert main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "bad: descriptors"
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("BAD  descriptors")]
+    assert "200 open files allowed" in lines[at] and "-> ulimit -n 4096" in lines[at + 1]
+    assert any(line.startswith("note environment      RANK set") for line in lines)
+
+
+def test_help_and_the_template_need_nothing_heavy(tmp_path):
+    code = "\n".join(
+        [
+            "import sys",
+            "from lightning_weightsync.cli import run",
+            "assert run(['--help']) == 0",
+            "assert run(['template', 'my.yaml']) == 0",
+            "print(sorted({'torch', 'lightning', 'hydra'} & set(sys.modules)))",
+        ]
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "lightning-weightsync --multirun my.yaml" in done.stdout
+    assert (tmp_path / "my.yaml").read_text() == (PACKAGE / "configs" / "template.yaml").read_text()
+
+
+def test_the_shell_completes_groups_of_the_file_that_is_named():
+    line = "lightning-weightsync check configs/cartpole_ppo.yaml seed=2 logger="
+    command = [sys.executable, "-c", "from lightning_weightsync.cli import main; main()", "-sc", "query=bash"]
+    env = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "logger=csv logger=tensorboard"
+
+
+# --- what is shipped -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "cls", "given_elsewhere"),
+    [
+        ("weight_sync_scheme/distributed.yaml", None, DistributedWeightSyncScheme, set()),
+        ("collector/gym.yaml", None, CollectorGroup, {"weight_sync_schemes"}),
+        ("collector/gym.yaml", "collector", GymCollector, {"worker_idx", "seed"}),
+    ],
+)
+def test_a_shipped_group_has_every_argument_with_its_default(path, key, cls, given_elsewhere):
+    import inspect
+
+    node = OmegaConf.to_container(OmegaConf.load(PACKAGE / "configs" / path))
+    node = node[key] if key else node
+    node = {name: value for name, value in node.items() if not name.startswith("_") and name != "defaults"}
+    parameters = inspect.signature(cls).parameters
+    assert node.keys() == parameters.keys() - given_elsewhere
+    chosen = {"timeout", "num_workers", "batches_per_epoch", "seed", "num_envs", "collector"}
+    for name, value in node.items():
+        if name not in chosen and parameters[name].default is not inspect.Parameter.empty:
+            assert value == parameters[name].default, name
+
+
+def test_the_callback_of_the_shipped_group_has_every_argument_but_those_that_the_command_gives():
+    import inspect
+
+    node = OmegaConf.load(PACKAGE / "configs" / "callbacks" / "update_weights.yaml").update_weights
+    arguments = inspect.signature(UpdateWeights).parameters.keys() - {"collector", "trainer"}
+    assert set(node) - {"_target_"} == arguments
+
+
+def test_the_template_beside_the_applications_is_the_one_that_is_shipped():
+    assert (ROOT / "configs" / "template.yaml").resolve() == (PACKAGE / "configs" / "template.yaml").resolve()
+
+
+def test_rewriting_a_command_line_twice_is_rewriting_it_once():
+    once = rewrite(["seed=2", "configs/cartpole_ppo.yaml", f'{MAP}=["policy=actor"]', "--multirun"])
+    assert once[:4] == ["--config-dir", "configs", "--config-name", "cartpole_ppo"]
+    assert rewrite(once) == once
+
+
+@pytest.mark.slow
+def test_two_ranks_have_one_run_folder_and_the_same_configuration(tmp_path):
+    script = tmp_path / "lws.py"
+    script.write_text("from lightning_weightsync.cli import main\n\nmain()\n")
+    overrides = [
+        "trainer=ddp",
+        "hydra.run.dir=run",
+        "module._target_=tests.helpers.configured.RankProbe",
+        f'{MAP}=["policy=actor","nets[0]=critic"]',
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(ROOT / SHOWN), *overrides]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lws.py", "run"]
+    assert [path.name for path in tmp_path.rglob(".hydra")] == [".hydra"]
+    config = OmegaConf.load(tmp_path / "run" / ".hydra" / "config.yaml")
+    assert config.callbacks.update_weights.weight_update_map == ["policy=actor", "nets[0]=critic"]
+    ranks = [json.loads((tmp_path / "run" / f"probe{rank}.json").read_text()) for rank in (0, 1)]
+    assert [batches[0]["models"][:2] for batches in ranks] == [[[1.0], [2.0]]] * 2
+    assert ranks[0][0]["observation"] != ranks[1][0]["observation"]
+    assert done.stdout.count("finished frames=12 ") == 1
