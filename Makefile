@@ -48,7 +48,6 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.push
 
 docs: $(STAMP)
-	@$(PIP_INSTALL) -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:

@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 OF_OTHER_PROCESSES = {"docs/how-to/receivers.md"}  # which import the script
+TUTORIAL = "docs/tutorial.md"  # its blocks are files
 CODE = re.compile(r"^(?:```python|<!-- python)\n(.*?)^(?:```|-->)$", re.DOTALL | re.MULTILINE)
 
 
@@ -31,10 +32,10 @@ def script(page):
 
 
 def runs(page):
-    return bool(script(page).strip())
+    return bool(script(page).strip()) and page not in OF_OTHER_PROCESSES | {TUTORIAL}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if runs(page) and page not in OF_OTHER_PROCESSES])
+@pytest.mark.parametrize("page", list(filter(runs, PAGES)))
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(script(page), page, "exec"), {"__name__": "__main__"})
@@ -47,6 +48,46 @@ def test_the_code_of_a_page_that_starts_processes_runs(page, tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, file], cwd=tmp_path, env=env, timeout=100, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_site_is_built_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'lightning_weightsync[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    reference = (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
+    assert "update_weights_interval" in reference and "num_workers" in reference
+
+
+COMMANDS = """
+import sys
+from lightning_weightsync.cli import main
+
+for line in {lines}:
+    sys.argv = ["lightning-weightsync", *line.split()]
+    try:
+        main()
+    except SystemExit as done:
+        if done.code:
+            raise
+"""
+
+
+def test_the_tutorial_works_from_its_files_to_the_report(tmp_path):
+    text = (ROOT / TUTORIAL).read_text(encoding="utf-8")
+    for name, body in re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        (tmp_path / name).write_text(body, encoding="utf-8")
+    little = "collector.num_workers=1 collector.batches_per_epoch=3 trainer.max_epochs=1 hydra.run.dir=run"
+    lines = ["check cartpole.yaml", f"cartpole.yaml {little}", "report run"]
+    assert all(f"lightning-weightsync {line.split(' c')[0].replace('run', 'outputs')}" in text for line in lines)
+    command = [sys.executable, "-c", COMMANDS.format(lines=lines)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Actor: 4 leaves" in done.stdout and "finished frames=" in done.stdout
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
 
 
 def snippet(document, heading):
