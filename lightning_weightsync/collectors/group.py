@@ -15,6 +15,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -25,6 +26,7 @@ from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.ledger import Ledger
 from lightning_weightsync.collectors.member import WorkerState
+from lightning_weightsync.collectors.pickling import dumps
 from lightning_weightsync.collectors.pool import WorkerPool
 from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.collectors.schedule import canonical
@@ -635,12 +637,17 @@ class CollectorGroup:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
             raise TypeError("a group cannot be pickled while its workers run: it owns processes")
         return self.__dict__ | {
+            "collector": dumps(self.collector),  # as it goes to workers, also by way of a rank that is spawned
             "_pool": None,
             "_restarts": self.restarts,
             "look_around": _nothing,
             "weights_getter": None,
             "_sources": {},
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The bytes were inside a pickle that somebody has chosen to read.
+        self.__dict__.update(state, collector=cloudpickle.loads(state["collector"]))
 
     def __repr__(self) -> str:
         schemes = ", ".join(f"{name!r}: {type(s).__name__}" for name, s in self.weight_sync_schemes.items())
