@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 from tensordict import TensorDict
 
 from lightning_weightsync.collectors.ahead import AheadPool
@@ -22,6 +23,7 @@ from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.group_record import GroupState
 from lightning_weightsync.collectors.group_weights import GroupWeights
 from lightning_weightsync.collectors.inline import InlinePool
+from lightning_weightsync.collectors.pickling import dumps
 from lightning_weightsync.collectors.pool import WorkerPool
 from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.schemes.base import WeightSyncScheme
@@ -339,12 +341,17 @@ class CollectorGroup(GroupWeights):
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):
             raise TypeError("a group cannot be pickled while its workers run: it owns processes")
         return self.__dict__ | {
+            "collector": dumps(self.collector),  # as it goes to workers, also by way of a rank that is spawned
             "_pool": None,
             "_restarts": self.restarts,
             "look_around": _nothing,
             "weights_getter": None,
             "_sources": {},
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The bytes were inside a pickle that somebody has chosen to read.
+        self.__dict__.update(state, collector=cloudpickle.loads(state["collector"]))
 
     def _shutdown_at_exit(self) -> None:
         """Of a group that nobody has stopped: a rank that was spawned is told of a failure nowhere else."""

@@ -89,3 +89,17 @@ def test_a_sweep_of_two_ranks_in_a_fixed_folder(tmp_path):
 def test_a_sweep_of_two_ranks_that_would_be_in_two_folders_is_refused(tmp_path):
     err = run(tmp_path, "-m", "hydra.job.chdir=True", "x=1,2", "devices=2", "strategy=ddp", code=1)
     assert "Set hydra.sweep.dir to a fixed path, or strategy='ddp_spawn'" in err
+
+
+@pytest.mark.slow
+def test_a_sweep_of_two_ranks_that_are_spawned(tmp_path):
+    err = run(tmp_path, "-m", "hydra.job.chdir=True", "x=1,2", "devices=2", "strategy=ddp_spawn")
+    assert len(folders(tmp_path)) == 2 and len(list((tmp_path / "multirun").glob("*/*"))) == 1
+    told_by_workers = [json.loads(text) for text in re.findall(r"\[worker 0\] worker (.*)$", err, re.MULTILINE)]
+    expected = []
+    for x, folder in enumerate(folders(tmp_path), 1):
+        (text,) = re.findall(r"trainer (.*)$", (folder / "hydra_app.log").read_text(), re.MULTILINE)
+        trainer = json.loads(text)
+        assert (trainer["x"], trainer["folder"]) == (x, os.fspath(folder))
+        expected += 2 * [trainer | {"file": json.loads((folder / "env.json").read_text())}]
+    assert told_by_workers == expected
