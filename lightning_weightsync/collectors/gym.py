@@ -245,8 +245,9 @@ class GymCollector:
 
         def add(e: int, end: int) -> None:
             part = slice(begin[e], end)
-            self._returns[e] += columns.reward[e, part].sum(dtype=np.float64, where=columns.real[e, part])
-            self._lengths[e] += columns.real[e, part].sum()
+            real = columns.real[e, part]
+            self._returns[e] += columns.reward[e, part].sum(dtype=np.float64, where=real)
+            self._lengths[e] += np.count_nonzero(real)
             begin[e] = end
 
         for t, e in np.argwhere(columns.done[:, :rows].T):
