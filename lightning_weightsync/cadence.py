@@ -67,7 +67,8 @@ class Cadence:
             raise ValueError(f"interval_unit={unit!r} is none of {', '.join(map(repr, _UNITS))}{hint}")
         _check_interval(interval, unit)
         self.interval = interval
-        self.unit = unit
+        self.unit: IntervalUnit = unit  # type: ignore[assignment]
+        self._counted = f"_{unit}"
         self._clock = clock
         self._looked: float | None = None
         self._load({})
@@ -102,8 +103,8 @@ class Cadence:
     @property
     def pending(self) -> float:
         """How many of the unit were counted since the last push; an int, but for seconds."""
-        counts = (self._batches, self._optim_steps, self._frames, self._seconds)
-        return dict(zip(_UNITS, counts, strict=True))[self.unit]
+        counted: float = getattr(self, self._counted)
+        return counted
 
     @property
     def stale(self) -> bool:
@@ -130,6 +131,9 @@ class Cadence:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on counting from a saved state; loading twice is loading once."""
         self._load(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_looked": None}  # clocks of other processes show other times
 
     def _load(self, state: Mapping[str, int]) -> None:
         self._batches = int(state.get("batches", 0))
