@@ -215,10 +215,10 @@ class UpdateWeights(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember by which version the batch was made, and which one is the newest."""
+        """Remember which version was the newest when the batch arrived: how old the batch is, is counted from there."""
         if self._steps is not None:
             self._steps.reset_depth()
-        self._fit.figures.batch_started(batch, self.version if self._group is not None else None)
+        self._fit.figures.batch_started(self._target.version)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -231,7 +231,7 @@ class UpdateWeights(pl.Callback):
             self._push()
         if self._fit.figures.due(trainer):
             collected = self._group.metrics() if self._group is not None else {}
-            self._fit.figures.show(trainer, self.version, collected)
+            self._fit.figures.show(trainer, self.version, collected, batch)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Last push, if anything was counted since the one before: the workers end with the final weights."""
@@ -366,8 +366,9 @@ class UpdateWeights(pl.Callback):
             )
 
     def _step_happened(self) -> None:
-        self._cadence.step_happened()
-        if self.interval_unit == "optim_steps" and self._cadence.due:
+        cadence = self._cadence
+        cadence.step_happened()
+        if cadence.unit == "optim_steps" and cadence.due:
             self._push()
 
     def _new_frames(self, batch: Any) -> int:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -39,15 +38,11 @@ class Figures:
         self._push_seconds = 0.0
         self._stall_seconds = 0.0
         self._version = 0
-        self._made_by: Tensor | None = None
 
-    def batch_started(self, batch: Any, version: int | None) -> None:
-        """A batch has arrived while this version (``None``: nobody knows) was the newest."""
+    def batch_started(self, version: int) -> None:
+        """A batch has arrived while this version was the newest."""
         self._stall_seconds = 0.0
-        if version is not None and isinstance(batch, TensorDictBase):
-            self._version, self._made_by = version, batch.get("policy_version", None)
-        else:
-            self._made_by = None
+        self._version = version
 
     def pushed(self, seconds: float) -> None:
         """A push has held the trainer for so long."""
@@ -64,13 +59,14 @@ class Figures:
             or self._clock() - self._shown_at > _AT_LEAST_EVERY
         )
 
-    def show(self, trainer: pl.Trainer, version: int, more: Mapping[str, float]) -> None:
+    def show(self, trainer: pl.Trainer, version: int, collected: Mapping[str, float], batch: Any) -> None:
         """Hand the figures on, at the end of a batch.
 
         Args:
             trainer: Whose loggers and progress bar.
             version: Of the newest push.
-            more: Figures of the collectors.
+            collected: Figures of the group; empty where there is none.
+            batch: What was trained on; if a group has labelled it, its age is one of the figures.
         """
         self._shown_at = self._clock()
         figures = {
@@ -78,11 +74,11 @@ class Figures:
             "weight_sync/push_ms": 1e3 * self._push_seconds,
             "weight_sync/stall_ms": 1e3 * self._stall_seconds,
         }
-        if self._made_by is not None:
-            ages = self._version - self._made_by
+        if collected and isinstance(batch, TensorDictBase) and "policy_version" in batch:
+            ages = self._version - batch["policy_version"]
             figures["weight_sync/staleness_mean"] = float(ages.float().mean())
             figures["weight_sync/staleness_max"] = float(ages.max())
-        figures |= more
+        figures |= collected
         self._show(trainer, figures, to_loggers=self._loggers_take(trainer))
 
     def show_last(self, trainer: pl.Trainer, version: int) -> None:
