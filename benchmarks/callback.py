@@ -4,9 +4,9 @@
 
 One sample is one fit of a model of six numbers, with a callback or without; all kinds of fits in turn, round after
 round. What is counted is the processor time of the trainer's thread between the first batch and the last one, so that
-others who keep the machine busy matter little. Every callback costs something in Lightning itself, which calls six hooks
-of each in every batch, whether they do anything or not: that is the row "an empty callback". Figures are logged as by
-default, every 50th batch.
+others who keep the machine busy matter little. Every callback costs something in Lightning itself, which calls six
+hooks of each in every batch, whether they do anything or not: that is the row "an empty callback". Figures are logged
+as by default, every 50th batch.
 
 A callback's cost per step is that of 16 steps in one batch, less that of one, by 15. Its cost per batch is that of a
 batch of one step, less that of the step.

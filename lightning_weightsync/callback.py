@@ -296,7 +296,9 @@ class UpdateWeights(pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Configuration and counts; what belongs to this process or to one fit stays here."""
-        return self.__dict__ | {"trainer": None, "_launched": False, "_fit": _Fit(), "_steps": None}
+        lent = ("log", "log_dict")  # Lightning hands the module's own to each callback
+        own = {name: value for name, value in self.__dict__.items() if name not in lent}
+        return own | {"trainer": None, "_launched": False, "_fit": _Fit(), "_steps": None}
 
     def __repr__(self) -> str:
         every = f"every {self.update_weights_interval} {self.interval_unit}"

@@ -85,7 +85,9 @@ class Sources:
         return self.__dict__ | {"_roots": [], "_renamed": {}}
 
     def __repr__(self) -> str:
-        of = str(self.map) if self.map is not None else getattr(self.getter, "__name__", None) or repr(self.getter)
+        if self.map is None and self.getter is None:
+            return "its own weights"
+        of = str(self.map) if self.map is not None else f"{getattr(self.getter, '__name__', self.getter)}()"
         return f"{of}, renamed {sorted(self.name_map)}" if self.name_map else of
 
 
