@@ -16,6 +16,8 @@ DEFAULTS: dict[str, Any] = {
     "num_workers": 1,
     "length": 4,
     "max_epochs": 1,
+    "interval": 1,  # of pushes
+    "unit": "batches",
     "seed": 7,  # of the group
     "actor": 0,  # seed of the actor's initial weights
     "env": "CountingEnv",  # or "ParentEnv", which starts a process of its own
@@ -60,7 +62,7 @@ def main(options: dict[str, Any]) -> None:
     factory = partial(collectors.gym_collector, env=env, num_envs=1)
     group = make_group(options["num_workers"], factory, length=options["length"], seed=options["seed"])
     module = Learner(seed=options["actor"], on_batch=lambda batch: time.sleep(options["pause"]))
-    callback = make_callback(group)
+    callback = make_callback(group, options["interval"], options["unit"])
     batches: list[Any] = []
     seen: dict[str, Any] = {"after": []}
     trainer = make_trainer(callback, Ends(), max_epochs=options["max_epochs"])
