@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_weightsync.schemes.base import WeightSyncScheme
     from lightning_weightsync.schemes.distributed import DistributedWeightSyncScheme
     from lightning_weightsync.schemes.gate import Gate
+    from lightning_weightsync.schemes.renamed import Renamed
     from lightning_weightsync.schemes.strategy import WeightStrategy
     from lightning_weightsync.transports.layout import WeightLayout
 
@@ -39,6 +40,7 @@ __all__ = [
     "Gate",
     "GymCollector",
     "LayoutMismatchError",
+    "Renamed",
     "StaleVersionError",
     "UpdateWeights",
     "WeightLayout",
@@ -60,6 +62,7 @@ _MODULE_OF = {
     "Gate": "schemes.gate",
     "GymCollector": "collectors.gym",
     "LayoutMismatchError": "errors",
+    "Renamed": "schemes.renamed",
     "StaleVersionError": "errors",
     "UpdateWeights": "callback",
     "WeightLayout": "transports.layout",

@@ -67,7 +67,8 @@ class Cadence:
             raise ValueError(f"interval_unit={unit!r} is none of {', '.join(map(repr, _UNITS))}{hint}")
         _check_interval(interval, unit)
         self.interval = interval
-        self.unit = unit
+        self.unit: IntervalUnit = unit  # type: ignore[assignment]
+        self._counted = f"_{unit}"
         self._clock = clock
         self._looked: float | None = None
         self._load({})
@@ -102,8 +103,8 @@ class Cadence:
     @property
     def pending(self) -> float:
         """How many of the unit were counted since the last push; an int, but for seconds."""
-        counts = (self._batches, self._optim_steps, self._frames, self._seconds)
-        return dict(zip(_UNITS, counts, strict=True))[self.unit]
+        counted: float = getattr(self, self._counted)
+        return counted
 
     @property
     def stale(self) -> bool:
@@ -130,6 +131,9 @@ class Cadence:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on counting from a saved state; loading twice is loading once."""
         self._load(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_looked": None}  # clocks of other processes show other times
 
     def _load(self, state: Mapping[str, int]) -> None:
         self._batches = int(state.get("batches", 0))
@@ -185,8 +189,11 @@ class OptimizerStepCounter:
 
     def _register(self, optimizer: Any) -> None:
         try:
-            self._handles.append(optimizer.register_step_pre_hook(self._step_begins))
-            self._handles.append(optimizer.register_step_post_hook(self._step_ended))
+            if _may_run_hooks_twice(type(optimizer)):
+                self._handles.append(optimizer.register_step_pre_hook(self._step_begins))
+                self._handles.append(optimizer.register_step_post_hook(self._step_ended))
+            else:
+                self._handles.append(optimizer.register_step_post_hook(self._stepped))
         except AttributeError:  # no such method, or a subclass that did not call Optimizer.__init__
             raise TypeError(
                 f"the steps of {type(optimizer).__name__} cannot be counted: it has no step hooks of torch.optim."
@@ -198,7 +205,11 @@ class OptimizerStepCounter:
 
     def _step_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth[id(optimizer)] = depth = self._depth.get(id(optimizer), 0) - 1
-        if depth == 0 and not _skipped_by_scaler(optimizer):
+        if depth == 0:
+            self._stepped(optimizer, args, kwargs)
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if "found_inf" not in optimizer.__dict__ or not _skipped_by_scaler(optimizer):
             self._on_step()
 
 
@@ -238,6 +249,11 @@ def _unwrapped(optimizer: object) -> Any:
     if isinstance(optimizer, Optimizer) and "param_groups" in vars(optimizer):
         return optimizer
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _may_run_hooks_twice(kind: type) -> bool:
+    """Whether a ``step`` of this class may call another one: torch lets the hooks run around each of them."""
+    return sum("step" in vars(cls) for cls in kind.__mro__ if cls is not Optimizer) > 1
 
 
 def _skipped_by_scaler(optimizer: Optimizer) -> bool:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,15 +26,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from tensordict import TensorDictBase
-from torch import nn
 
 from lightning_weightsync.cadence import Cadence, IntervalUnit, OptimizerStepCounter, owning_optimizers
 from lightning_weightsync.collectors.group import GRACE_AFTER_FAILURE, CollectorGroup
-from lightning_weightsync.paths import PathError, resolve_first
+from lightning_weightsync.figures import Figures
+from lightning_weightsync.paths import PathError
 from lightning_weightsync.ranks import RankWatch, separate_sweeps, sharded_parameter, sharding_strategy
-from lightning_weightsync.schemes.strategy import WeightStrategy
-from lightning_weightsync.transports.pushing import PushHandle, PushState
+from lightning_weightsync.schemes.renamed import NameMap
+from lightning_weightsync.sources import Sources
+from lightning_weightsync.targets import Target
 
 log = logging.getLogger(__name__)
 
@@ -47,24 +47,28 @@ class UpdateWeights(pl.Callback):
         update_weights_interval: How many of the unit make a push due, counted since the last push: at least so many,
             never a modulus. An int; in seconds any positive number.
         policy_weights_getter: Called without arguments for the weights to push.
-        weight_update_map: Destination (on the collector) -> source path (on the module, then on the trainer). Wins over
-            ``policy_weights_getter``. Several destinations are pushed as one version.
+        weight_update_map: Destination (on the collector) -> source path (on the module, then on the trainer), or lines
+            ``"destination=source"``. Wins over ``policy_weights_getter``. Several destinations are pushed as one
+            version. A path is followed anew for each push; it may name a method without arguments that makes weights.
         trainer: Bound early; Lightning's hooks would bind it anyway.
         sender: Any object with ``update_weights()``, in place of a collector.
         interval_unit: ``"batches"`` counts finished training batches, accumulated ones too. ``"optim_steps"`` counts
             real steps of the optimizers that own a mapped parameter, and pushes the weights of that very step. With a
-            getter or a sender nothing is mapped: all optimizers count. ``"frames"`` counts what a group collects; with
-            any other collector, which has to be iterable, the elements of the ``TensorDict`` batches that are trained
-            on. ``"seconds"`` counts the time that the fit takes, on a monotonic clock that is looked at when a batch
-            ends; the time between two runs does not count.
+            getter, a sender or a method nothing is known to be mapped: all optimizers count. ``"frames"`` counts what a
+            group collects; with any other collector, which has to be iterable, the elements of the ``TensorDict``
+            batches that are trained on. ``"seconds"`` counts the time that the fit takes, on a monotonic clock that is
+            looked at when a batch ends; the time between two runs does not count.
         blocking: Whether a push waits until every worker has applied it. ``None``: where the group is ``sync=True``.
             ``False``: the trainer is held for one copy of the weights; a newer push may take the place of one that is
             still waiting. The last push of a fit is waited for in any case.
+        name_map: Destination -> how the source's leaf names become the receiver's: a mapping of leading parts, or a
+            function, see ``Renamed``.
 
     Raises:
         ValueError: Neither or both of ``collector`` and ``sender``; no source of weights; a bad interval or unit;
-            ``"frames"`` without anything that collects them.
-        TypeError: An interval that is no number.
+            ``"frames"`` without anything that collects them; a ``name_map`` of something that is not mapped.
+        PathError: A source path that cannot be read.
+        TypeError: An interval that is no number, or a map of another kind.
 
     Attributes:
         num_pushes: Completed pushes, over resumes. A group's connecting, which delivers the current version, is not
@@ -82,60 +86,40 @@ class UpdateWeights(pl.Callback):
         collector: Any = None,
         update_weights_interval: float = 1,
         policy_weights_getter: Callable[[], Any] | None = None,
-        weight_update_map: Mapping[str, str] | None = None,
+        weight_update_map: Mapping[str, str] | Iterable[str] | None = None,
         trainer: pl.Trainer | None = None,
         *,
         sender: Any = None,
         interval_unit: IntervalUnit = "batches",
         blocking: bool | None = None,
+        name_map: Mapping[str, NameMap] | None = None,
     ) -> None:
-        if (collector is None) == (sender is None):
-            raise ValueError("give either a collector or a sender")
-        if sender is not None and (policy_weights_getter is not None or weight_update_map is not None):
-            raise ValueError(
-                "a sender has its own weights: give no policy_weights_getter and no weight_update_map with it"
-            )
-        for given, method in ((collector, "update_policy_weights_"), (sender, "update_weights")):
-            if given is not None and not callable(getattr(given, method, None)):
-                raise ValueError(f"{type(given).__name__} cannot be pushed to: it has no method {method}()")
-        group = collector if isinstance(collector, CollectorGroup) else None
-        if group is not None and policy_weights_getter is None and weight_update_map is None:
-            raise ValueError(
-                "a CollectorGroup needs a source: give weight_update_map, for example "
-                f"{dict.fromkeys(group.weight_sync_schemes, 'actor') or {'policy': 'actor'}}, or policy_weights_getter"
-            )
-        if blocking is False and group is None:
-            raise ValueError(
-                "blocking=False needs a CollectorGroup: nothing else is known to deliver in the background"
-            )
-        if interval_unit == "frames" and not hasattr(collector, "__iter__"):
-            whose = "a sender" if collector is None else f"{type(collector).__name__}, which is not iterable,"
-            raise ValueError(
-                f"interval_unit='frames' needs a collector whose frames can be counted, a CollectorGroup or an "
-                f"iterable of TensorDicts; {whose} has none: use 'batches', 'optim_steps' or 'seconds'"
-            )
-        self.collector = collector
-        self.sender = sender
-        self.policy_weights_getter = policy_weights_getter if weight_update_map is None else None
-        self.weight_update_map = (
-            None if weight_update_map is None else {str(k): str(v) for k, v in weight_update_map.items()}
-        )
         self.trainer = trainer
-        self.interval_unit: IntervalUnit = interval_unit
-        self.blocking = blocking
         self.num_pushes = 0
         self._cadence = Cadence(update_weights_interval, interval_unit)
-        self._group = group
-        self._name = "update_weights"
-        self._version = 0
+        self._sources = Sources(weight_update_map, policy_weights_getter, name_map)
+        self._target = Target(collector, sender, blocking)
+        self._target.check(self._sources, interval_unit)
+        self._state_key = self._key("update_weights")  # Lightning asks for it several times per batch
         self._launched = False
         self._fit = _Fit()
         self._watch = RankWatch()
-        self._under_way: list[PushHandle] = []
-        self._sources: dict[str, Any] = {}
         self._steps: OptimizerStepCounter | None = None
-        self._push_seconds = 0.0
-        self._staleness: tuple[float, float] | None = None
+
+    @property
+    def collector(self) -> Any:
+        """What is pushed to; ``None`` where there is a sender."""
+        return self._target.collector
+
+    @property
+    def sender(self) -> Any:
+        """What is told to push; ``None`` where there is a collector."""
+        return self._target.sender
+
+    @property
+    def blocking(self) -> bool | None:
+        """Whether a push waits until every worker has applied it; ``None``: where the group is ``sync=True``."""
+        return self._target.blocking
 
     @property
     def update_weights_interval(self) -> float:
@@ -143,14 +127,29 @@ class UpdateWeights(pl.Callback):
         return self._cadence.interval
 
     @property
+    def interval_unit(self) -> IntervalUnit:
+        """Of what."""
+        return self._cadence.unit
+
+    @property
+    def weight_update_map(self) -> dict[str, str] | None:
+        """Destination -> source path."""
+        return self._sources.map
+
+    @property
+    def policy_weights_getter(self) -> Callable[[], Any] | None:
+        """What is called for the weights to push, where nothing is mapped."""
+        return self._sources.getter
+
+    @property
     def version(self) -> int:
         """Of the newest push: the group's, or the number of pushes to any other collector or sender."""
-        return self._group.version if self._group is not None else self._version
+        return self._target.version
 
     @property
     def state_key(self) -> str:
         """Built from the destinations, not from the cadence, which a resumed run may change."""
-        return f"{type(self).__name__}[{self._name}: {', '.join(sorted(self.weight_update_map or ()))}]"
+        return self._state_key
 
     def register(self, trainer: pl.Trainer, name: str = "update_weights") -> None:
         """Add this callback to a trainer that exists.
@@ -159,7 +158,7 @@ class UpdateWeights(pl.Callback):
             trainer: The trainer.
             name: Distinguishes callbacks with the same destinations in checkpoints.
         """
-        self._name = name
+        self._state_key = self._key(name)
         self.trainer = trainer
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if self not in callbacks:
@@ -195,7 +194,7 @@ class UpdateWeights(pl.Callback):
         """Resolve what a module has built meanwhile; first call of a collector or sender that is not a group."""
         self._resolve(trainer, pl_module)
         if self._group is None:
-            self._call_other()
+            self._target.call(self._sources)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Connect the group, if validation runs before training."""
@@ -213,8 +212,7 @@ class UpdateWeights(pl.Callback):
                 "limit_train_batches)"
             )
         self._count_steps(trainer, pl_module)
-        if self._group is not None:
-            self._fit.frames = self._group.frames
+        self._target.start_counting_frames()
         self._cadence.start_clock()
 
     # --- training ------------------------------------------------------------------------------------------------
@@ -222,28 +220,23 @@ class UpdateWeights(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Measure how old the batch is."""
+        """Remember which version was the newest when the batch arrived: how old the batch is, is counted from there."""
         if self._steps is not None:
             self._steps.reset_depth()
-        self._push_seconds = 0.0
-        self._staleness = None
-        if self._group is not None and isinstance(batch, TensorDictBase) and "policy_version" in batch:
-            ages = self.version - batch["policy_version"]
-            self._staleness = float(ages.float().mean()), float(ages.max())
+        self._fit.figures.batch_started(self._target.version)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch, push if that is due, log."""
-        self._check_under_way()
+        """Count the batch, push if that is due, show figures if that is due."""
+        self._target.check_under_way()
         self._cadence.batch_ended(self._new_frames(batch))
         self._fit.batches += 1
-        if self.interval_unit != "optim_steps" and self._cadence.due:
+        if self._cadence.unit != "optim_steps" and self._cadence.due:
             self._push()
-        figures = self._figures()
-        shown = {name for name in figures if name.rpartition("/")[2] in _IN_PROGRESS_BAR}
-        pl_module.log_dict({n: v for n, v in figures.items() if n in shown}, prog_bar=True, batch_size=1)
-        pl_module.log_dict({n: v for n, v in figures.items() if n not in shown}, batch_size=1)
+        if self._fit.figures.due(trainer):
+            collected = self._group.metrics() if self._group is not None else {}
+            self._fit.figures.show(trainer, self.version, collected, batch)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Last push, if anything was counted since the one before: the workers end with the final weights."""
@@ -253,13 +246,9 @@ class UpdateWeights(pl.Callback):
         pushed = self._cadence.stale
         if pushed:
             self._push()
-        for handle in self._under_way:
-            self._settle(handle)
-        self._under_way.clear()
+        self._target.wait()
         if pushed:
-            step = trainer.fit_loop.epoch_loop._batches_that_stepped
-            for logger in trainer.loggers:
-                logger.log_metrics({"weight_sync/version": float(self.version)}, step=step)
+            self._fit.figures.show_last(trainer, self.version)
 
     # --- end -----------------------------------------------------------------------------------------------------
 
@@ -308,18 +297,27 @@ class UpdateWeights(pl.Callback):
         """Go on after a checkpoint; idempotent. Versions never go backwards."""
         self.num_pushes = int(state_dict["num_pushes"])
         self._cadence.load_state_dict(state_dict)
-        self._version = max(self._version, int(state_dict["version"]))
-        if self._group is not None:
-            counts = (int(state_dict[name]) for name in ("run", "version", "incarnation"))
-            self._group.restore_version(*counts)
+        self._target.restore(*(int(state_dict[name]) for name in ("run", "version", "incarnation")))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Configuration and counts; what belongs to this process or to one fit stays here."""
+        lent = ("log", "log_dict")  # Lightning hands the module's own to each callback
+        own = {name: value for name, value in self.__dict__.items() if name not in lent}
+        return own | {"trainer": None, "_launched": False, "_fit": _Fit(), "_steps": None}
 
     def __repr__(self) -> str:
-        target = self.collector if self.collector is not None else self.sender
-        to = target if self._group is not None else type(target).__name__
-        every = f"{self.update_weights_interval} {self.interval_unit}"
-        return f"{type(self).__name__}({to}, every {every}, {self.weight_update_map}, version={self.version})"
+        every = f"every {self.update_weights_interval} {self.interval_unit}"
+        how = "" if self.blocking is None else f", blocking={self.blocking}"
+        return f"{type(self).__name__}({self._target}, {self._sources}, {every}{how}, version={self.version})"
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    @property
+    def _group(self) -> CollectorGroup | None:
+        return self._target.group
+
+    def _key(self, name: str) -> str:
+        return f"{type(self).__name__}[{name}: {', '.join(sorted(self.weight_update_map or ()))}]"
 
     def _check_map(self) -> None:
         if self._group is None or self.weight_update_map is None:
@@ -342,26 +340,16 @@ class UpdateWeights(pl.Callback):
             raise MisconfigurationException(reason)
 
     def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        roots = [("LightningModule", pl_module), ("Trainer", trainer)]
-        for destination, path in (self.weight_update_map or {}).items():
-            self._sources[destination] = resolve_first(roots, path)
-        reason = sharded_parameter(self._sources)
+        """See whether every path leads somewhere; from now on paths are followed from these two."""
+        self._sources.bind(pl_module, trainer)
+        reason = sharded_parameter(self._sources.resolve())
         if reason is not None:
             raise MisconfigurationException(reason)
 
-    def _weights(self) -> dict[str, Any]:
-        """What the group is given: the mapped sources, or what the getter returns for its only destination."""
-        if self._sources:
-            return dict(self._sources)
-        assert self.policy_weights_getter is not None and self._group is not None
-        weights = self.policy_weights_getter()
-        schemes = list(self._group.weight_sync_schemes)
-        return {schemes[0]: weights} if len(schemes) == 1 else dict(weights)
-
     def _weights_of(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """What is evaluated: the sources as they are now."""
-        self._resolve(trainer, pl_module)
-        return self._weights()
+        self._sources.bind(pl_module, trainer)
+        return self._target.weights(self._sources)
 
     def _connect(self) -> None:
         """First push of this fit, once: a group that somebody else has connected may hold any weights."""
@@ -371,7 +359,7 @@ class UpdateWeights(pl.Callback):
         if self._group.connected:
             self._push()
             return
-        self._group.connect(self._weights())
+        self._group.connect(self._target.weights(self._sources))
 
     def _count_steps(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hook into the optimizers that own something mapped.
@@ -382,9 +370,9 @@ class UpdateWeights(pl.Callback):
         needed = self.interval_unit == "optim_steps"
         self._stop_counting()
         try:
-            if self._sources:
-                mapped = [source for source in self._sources.values() if isinstance(source, nn.Module)]
-                optimizers = owning_optimizers(optimizers, (p for source in mapped for p in source.parameters()))
+            mapped = self._sources.parameters()
+            if mapped is not None:
+                optimizers = owning_optimizers(optimizers, mapped)
             self._steps = OptimizerStepCounter(optimizers, self._step_happened)
         except TypeError:  # an optimizer without hooks; batches can be counted all the same
             if needed:
@@ -396,85 +384,26 @@ class UpdateWeights(pl.Callback):
             )
 
     def _step_happened(self) -> None:
-        self._cadence.step_happened()
-        if self.interval_unit == "optim_steps" and self._cadence.due:
+        cadence = self._cadence
+        cadence.step_happened()
+        if cadence.unit == "optim_steps" and cadence.due:
             self._push()
 
     def _new_frames(self, batch: Any) -> int:
-        """What was collected since the last call; where no group counts, the batch is what was collected."""
-        if self._group is not None:
-            before, self._fit.frames = self._fit.frames, self._group.frames
-            return self._fit.frames - before
-        if isinstance(batch, TensorDictBase):
-            return int(batch.numel())
-        if self.interval_unit == "frames":
+        frames = self._target.new_frames(batch)
+        if frames is None and self._cadence.unit == "frames":
             raise TypeError(
                 f"interval_unit='frames' counts TensorDict batches of a {type(self.collector).__name__}; this one is "
                 f"{type(batch).__name__}: use 'batches', 'optim_steps' or 'seconds'"
             )
-        return 0
+        return frames or 0
 
     def _push(self) -> None:
         started = time.perf_counter()
-        if self._group is not None and not self._waits:
-            handle = self._group.send_async(self._weights())
-            if handle is not None:
-                self._under_way.append(handle)
-        elif self._group is not None:
-            self._group.update_policy_weights_(weights_dict=self._weights())
-        else:
-            self._call_other()
-            self._version += 1
-        self._push_seconds += time.perf_counter() - started
+        self._target.push(self._sources)
+        self._fit.figures.pushed(time.perf_counter() - started)
         self._cadence.pushed()
         self.num_pushes += 1
-
-    @property
-    def _waits(self) -> bool:
-        return self.blocking if self.blocking is not None else self._group is None or self._group.sync
-
-    def _check_under_way(self) -> None:
-        """Raise what a push that nobody waited for has run into."""
-        under_way, self._under_way = self._under_way, []
-        for handle in under_way:
-            if handle.state is PushState.PENDING:
-                self._under_way.append(handle)
-            else:
-                self._settle(handle)
-
-    def _settle(self, handle: PushHandle) -> None:
-        """Raise what a push has run into, except for workers that the group replaces: those it has logged."""
-        assert self._group is not None
-        self._group.settle(handle)
-
-    def _call_other(self) -> None:
-        """Push through an object that is not ours."""
-        if self.sender is not None:
-            self.sender.update_weights()
-        elif self._sources:
-            extract = WeightStrategy().extract_weights
-            weights = {name: extract(source) for name, source in self._sources.items()}
-            # A TorchRL collector without schemes ignores a weights_dict, and says nothing.
-            if weights.keys() == {"policy"} and not getattr(self.collector, "_weight_sync_schemes", True):
-                self.collector.update_policy_weights_(weights["policy"])
-            else:
-                self.collector.update_policy_weights_(weights_dict=weights)
-        elif self.policy_weights_getter is not None:
-            self.collector.update_policy_weights_(self.policy_weights_getter())
-        else:
-            self.collector.update_policy_weights_()
-
-    def _figures(self) -> dict[str, float]:
-        figures = {
-            "weight_sync/version": float(self.version),
-            "weight_sync/push_ms": 1e3 * self._push_seconds,
-            "weight_sync/stall_ms": 1e3 * self._push_seconds,
-        }
-        if self._staleness is not None:
-            figures["weight_sync/staleness_mean"], figures["weight_sync/staleness_max"] = self._staleness
-        if self._group is not None:
-            figures |= self._group.metrics()
-        return figures
 
     def _look_around(self) -> None:
         """Called while the group waits for a batch: Lightning itself looks at SIGTERM only when a batch has ended."""
@@ -517,9 +446,5 @@ class _Fit:
 
     connected: bool = False
     batches: int = 0
-    frames: int = 0
-    """Collected up to the last batch's end, over resumes."""
     pushes_before: int = 0
-
-
-_IN_PROGRESS_BAR = ("version", "staleness_mean", "frames_per_sec", "episode_return")
+    figures: Figures = field(default_factory=Figures)

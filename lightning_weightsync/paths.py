@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Attribute", "Index", "Key", "PathError", "Segment", "format_path", "parse_path", "resolve", "resolve_first"]
+__all__ = [
+    "Attribute",
+    "Index",
+    "Key",
+    "PathError",
+    "Segment",
+    "format_path",
+    "parse_path",
+    "read_map",
+    "resolve",
+    "resolve_first",
+]
 
 _TOKEN = re.compile(
     r"""(?P<number>(?:(?<=\.)|^)[0-9]+(?=[.\[]|$))
@@ -174,6 +185,42 @@ def format_path(segments: Iterable[Segment]) -> str:
         else:
             text += f'["{segment.key}"]' if "'" in segment.key else f"['{segment.key}']"
     return text
+
+
+def read_map(given: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
+    """Destination -> source path, out of a mapping or of ``"destination=source"`` lines.
+
+    The lines are for where a path cannot be a key: ``replay_buffer.transforms[0]`` on Hydra's command line, say.
+
+    Raises:
+        PathError: A source is no path, a line has no ``=``, or a destination is given twice.
+        TypeError: A source or a line is no string, or the whole is one.
+
+    Example:
+        >>> read_map(["policy=actor", "transforms[0]=norms['obs=1']"])
+        {'policy': 'actor', 'transforms[0]': "norms['obs=1']"}
+    """
+    if isinstance(given, str):
+        raise TypeError(f"a map is a mapping or a list of 'destination=source' lines, got the string {given!r}")
+    pairs = list(given.items()) if isinstance(given, Mapping) else [_pair(line) for line in given]
+    read: dict[str, str] = {}
+    for destination, source in pairs:
+        parse_path(source)
+        if destination in read:
+            raise PathError(f"the destination {destination!r} is given twice: {read[destination]!r} and {source!r}")
+        read[destination] = source
+    return read
+
+
+def _pair(line: str) -> tuple[str, str]:
+    """Both paths of ``"destination=source"``; a ``=`` within a quoted key is none that separates them."""
+    if not isinstance(line, str):
+        raise TypeError(f"a line of a map is a string 'destination=source', got {line!r} ({type(line).__name__})")
+    for position in (match.start() for match in re.finditer("=", line)):
+        destination, source = line[:position].strip(), line[position + 1 :].strip()
+        if destination.count("'") % 2 == 0 and destination.count('"') % 2 == 0:
+            return destination, source
+    raise PathError(f"{line!r} is no line of a map: write 'destination=source', for example 'policy=actor'")
 
 
 class _StepError(Exception):

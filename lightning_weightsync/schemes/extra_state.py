@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_weightsync.schemes.strategy import Weights, module_parts, unwrap
+from lightning_weightsync.schemes.renamed import Renamed
+from lightning_weightsync.schemes.strategy import Weights, module_of, module_parts
 from lightning_weightsync.transports.control import MAX_BLOB
 
 KEY = "_extra_state"
@@ -21,11 +22,12 @@ KEY = "_extra_state"
 
 def stateful_parts(source: Weights) -> dict[str, nn.Module]:
     """The submodules that have extra state, by the ``state_dict`` key of it."""
-    if not isinstance(source, nn.Module):
-        return {}
+    if isinstance(source, Renamed):
+        return source.keys(stateful_parts(source.source))
+    module = module_of(source)
     return {
         f"{prefix}{KEY}".replace("_orig_mod.", ""): part
-        for prefix, part in module_parts(unwrap(source))
+        for prefix, part in (module_parts(module) if module is not None else ())
         if type(part).get_extra_state is not nn.Module.get_extra_state
     }
 

@@ -13,9 +13,9 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_weightsync.schemes.strategy import Weights, WeightStrategy, module_parts, unwrap
+from lightning_weightsync.schemes.strategy import Weights, WeightStrategy, module_of, module_parts
 
 
 class Leaves:
@@ -33,10 +33,11 @@ class Leaves:
         self.source = source
         self.tensors: dict[str, Tensor] = strategy.leaves(source)
         self._strategy = strategy
-        self._walk_again = not isinstance(source, nn.Module) or strategy.extract_as == "state_dict"
+        module = module_of(source)
+        self._walk_again = module is None or strategy.extract_as == "state_dict"
         homes: list[dict[str, Any]] = []
-        if isinstance(source, nn.Module):
-            for _, part in module_parts(unwrap(source)):
+        if module is not None:
+            for _, part in module_parts(module):
                 homes += (part._parameters, part._buffers, part._modules)
         self._homes = [home for home in homes if home]
         self._empty = [home for home in homes if not home]

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_weightsync.errors import LayoutMismatchError
 from lightning_weightsync.schemes.extra_state import pack, stateful_parts
@@ -20,6 +20,7 @@ from lightning_weightsync.schemes.strategy import (
     Weights,
     WeightStrategy,
     mismatch_text,
+    module_of,
     non_persistent,
     same_values,
 )
@@ -98,7 +99,8 @@ class Source:
         else:
             given = self._agreed(self._strategy.leaves(weights), weights)
             gather, parts = Gather(self.layout, given, join=False), stateful_parts(weights)
-        if sorted(parts) != self.extra_keys and isinstance(weights if weights is not None else self.weights, nn.Module):
+        source = self.weights if weights is None else weights
+        if sorted(parts) != self.extra_keys and module_of(source) is not None:
             self._raise(sorted(set(self.extra_keys) - set(parts)), sorted(set(parts) - set(self.extra_keys)), {})
         return gather, pack(parts)
 
@@ -107,7 +109,7 @@ class Source:
 
     def _agreed(self, leaves: dict[str, Tensor], weights: Weights) -> list[Tensor]:
         """The tensors in the layout's order, if these leaves are those of the layout."""
-        ignored = non_persistent(weights) if isinstance(weights, nn.Module) else set()
+        ignored = non_persistent(weights)
         named = self.layout.by_name
         missing = [name for name in named if name not in leaves]
         unexpected = [name for name in leaves if name not in named and name not in ignored]

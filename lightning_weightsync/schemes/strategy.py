@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_weightsync.errors import LayoutMismatchError
+from lightning_weightsync.schemes.renamed import Renamed
 from lightning_weightsync.transports.layout import WeightLayout, digest_of
 
 StrategyName = Literal["tensordict", "state_dict"]
-Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
-"""What a push can be given: a module, a TensorDict, or a flat or nested dict of tensors."""
+Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any] | Renamed
+"""What a push can be given: a module, a TensorDict, a flat or nested dict of tensors, or one of these ``Renamed``."""
 
 _COMPILED = "_orig_mod"
 
@@ -45,6 +46,8 @@ class WeightStrategy:
             ValueError: A module has parameters that are not initialised yet or were emptied by a sharding engine, or
                 two leaves of a dict have one name.
         """
+        if isinstance(source, Renamed):
+            return source.leaves(self.leaves(source.source))
         if isinstance(source, nn.Module):
             module = unwrap(source)
             pairs = _state_dict_leaves(module) if self.extract_as == "state_dict" else _module_leaves(module)
@@ -108,11 +111,21 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def non_persistent(module: nn.Module) -> set[str]:
-    """Names of the buffers that ``state_dict()`` leaves out, and so do we."""
+def module_of(source: object) -> nn.Module | None:
+    """The module that weights are read from, if it is one; without what ``torch.compile`` and DDP wrap around it."""
+    if isinstance(source, Renamed):
+        return module_of(source.source)
+    return unwrap(source) if isinstance(source, nn.Module) else None
+
+
+def non_persistent(source: object) -> set[str]:
+    """Names of the buffers that ``state_dict()`` leaves out, and so do we; none if the source is no module."""
+    if isinstance(source, Renamed):
+        return set(source.keys(dict.fromkeys(non_persistent(source.source))))
+    module = module_of(source)
     return {
         clean_name(f"{prefix}{name}")
-        for prefix, part in module_parts(unwrap(module))
+        for prefix, part in (module_parts(module) if module is not None else ())
         for name in part._non_persistent_buffers_set
     }
 

@@ -25,6 +25,8 @@ DEFAULTS: dict[str, Any] = {
     "num_workers": 1,
     "length": 4,
     "max_epochs": 1,
+    "interval": 1,  # of pushes
+    "unit": "batches",
     "seed": 7,  # of the group
     "actor": 0,  # seed of the actor's initial weights
     "env": "CountingEnv",  # or "ParentEnv", which starts a process of its own, or "TrainerEnv"
@@ -127,7 +129,7 @@ def main(options: dict[str, Any]) -> None:
     factory = partial(collectors.gym_collector, env=make_env(options), num_envs=1)
     group = make_group(options["num_workers"], factory, length=options["length"], seed=options["seed"])
     source = "aktor" if options["ending"] == "own setup" else "actor"
-    update = make_callback(group, weight_update_map={"policy": source})
+    update = make_callback(group, options["interval"], options["unit"], weight_update_map={"policy": source})
     ends = Ends(options, update)
     devices = {"devices": options["devices"], "strategy": options["strategy"]}
     trainer = make_trainer(update, ends, max_epochs=options["max_epochs"], **devices)

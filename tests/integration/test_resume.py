@@ -10,8 +10,10 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError
 from tests.helpers.fit import Audit, Learner, ManualLearner, Recorder, Rows, make_callback, make_group, make_trainer
-from tests.helpers.policies import fingerprint, sha256
+from tests.helpers.policies import Policy, fingerprint, sha256
+from tests.helpers.strangers import tcp_listeners
 
 
 class SaveAt(Callback):
@@ -125,6 +127,56 @@ def test_the_cadence_may_change_on_resume(path):
     assert callback.state_key == "UpdateWeights[update_weights: policy]"
     assert [version for version, _ in audit.pushes] == [1, 2, 3, 4]  # 5 steps are left
     assert callback.num_pushes == 4
+
+
+def test_after_ten_pushes_the_next_version_is_eleven(path):
+    """Saved after ten pushes; two more before the crash; another cadence afterwards. Nothing older is ever newer."""
+    module, crashed, _, before = run(save=SaveAt(path, 10), length=20)
+    assert [version for version, _ in before.pushes] == [*range(12)]
+    restored = Learner()
+    restored.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    _, group, callback, audit = run(ckpt_path=path, interval=2, unit="optim_steps", length=20, max_epochs=1)
+    assert audit.pushes[0] == (10, sha256(restored.actor)) != (10, sha256(module.actor))
+    assert audit.batches[0]["policy_version"].eq(10).all()
+    assert [version for version, _ in audit.pushes[1:]] == [11, 12, 13, 14, 15]
+    assert (group.run, group.version) > (crashed.run, crashed.version) and callback.num_pushes == 15
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_left_over_from_a_crashed_run_is_refused_by_the_resumed_one(path):
+    """Ten pushes, save, crash; a new process with another cadence; the old run's worker finds its port, and knocks."""
+    group, module = make_group(1, length=20, seed=7), Learner(seed=1)
+    left_over = {}
+
+    class Keeps(Callback):
+        def on_train_start(self, trainer, pl_module):
+            left_over.update(group.hub.info)
+
+    trainer = make_trainer(make_callback(group), SaveAt(path, 10), Keeps(), max_epochs=2)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(module, group)
+    assert group.version == 11
+    restored = Learner()
+    restored.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+
+    options = {"length": 20, "interval": 2, "unit": "optim_steps", "pause": 0.1, "ckpt_path": os.fspath(path)}
+    command = [sys.executable, "-m", "tests.helpers.fit_script", json.dumps(options | {"actor": 99})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as resumed:
+        assert resumed.stdout.readline() == "training\n"
+        ((host, port),) = tcp_listeners(resumed.pid)
+        stale = DistributedWeightSyncScheme(connect_timeout=5)
+        stale.init_on_receiver(
+            "policy", model=Policy(), worker_idx=0, store_info=left_over | {"host": host, "port": port, "local": ""}
+        )
+        with pytest.raises(WeightSyncError, match="could not join the sender"):
+            stale.connect()
+        assert stale.version == -1
+        stale.shutdown()
+        out, err = resumed.communicate(timeout=60)
+    assert resumed.returncode == 0, err
+    seen = json.loads(out.splitlines()[-1])
+    assert seen["run"] == 2 and seen["versions"][:5] == [[10], [10], [11], [11], [12]] and seen["num_pushes"] == 15
+    assert seen["made_by"][0] == [fingerprint(restored.actor).item()] != [fingerprint(module.actor).item()]
 
 
 def test_resuming_with_validation_connects_before_the_first_batch(path):

@@ -6,7 +6,17 @@ import torch
 from torch import nn
 
 from lightning_weightsync import paths
-from lightning_weightsync.paths import Attribute, Index, Key, PathError, format_path, parse_path, resolve, resolve_first
+from lightning_weightsync.paths import (
+    Attribute,
+    Index,
+    Key,
+    PathError,
+    format_path,
+    parse_path,
+    read_map,
+    resolve,
+    resolve_first,
+)
 
 
 class Block(nn.Module):
@@ -180,6 +190,41 @@ def test_a_property_that_raises_is_not_hidden_by_the_next_root():
     roots = [("LightningModule", Net()), ("Trainer", SimpleNamespace(not_ready=1))]
     with pytest.raises(PathError, match="call setup"):
         resolve_first(roots, "not_ready")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"policy": "net.blocks[0]"}, {"policy": "net.blocks[0]"}),
+        (["policy=net.blocks[0]"], {"policy": "net.blocks[0]"}),
+        (
+            ["replay_buffer.transforms[0] = norm", "policy=actor"],
+            {"replay_buffer.transforms[0]": "norm", "policy": "actor"},
+        ),
+        (["nets['a=b']=nets['c=d']"], {"nets['a=b']": "nets['c=d']"}),
+        ([], {}),
+    ],
+)
+def test_a_map_is_read_from_a_mapping_or_from_lines(given, expected):
+    assert read_map(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ("policy=actor", TypeError, "got the string 'policy=actor'"),
+        (["policy"], PathError, "'policy' is no line of a map"),
+        (["nets['a=b']"], PathError, "is no line of a map"),
+        (["policy=actor", "policy=critic"], PathError, "'policy' is given twice: 'actor' and 'critic'"),
+        (["policy=actor["], PathError, "malformed"),
+        (["policy="], PathError, "malformed"),
+        ([("policy", "actor")], TypeError, r"got \('policy', 'actor'\) \(tuple\)"),
+        ({"policy": None}, TypeError, "got None"),
+    ],
+)
+def test_a_map_that_cannot_be_read_says_why(given, error, text):
+    with pytest.raises(error, match=text):
+        read_map(given)
 
 
 def test_the_examples_in_the_docstrings_hold():
