@@ -84,7 +84,7 @@ class UpdateWeights(pl.Callback):
     def __init__(
         self,
         collector: Any = None,
-        update_weights_interval: float = 1,
+        update_weights_interval: int | float = 1,
         policy_weights_getter: Callable[[], Any] | None = None,
         weight_update_map: Mapping[str, str] | Iterable[str] | None = None,
         trainer: pl.Trainer | None = None,
