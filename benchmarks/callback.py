@@ -1,12 +1,11 @@
 """What does an installed callback cost that does not push? Microseconds per batch, and per optimizer step.
 
-    python -m benchmarks.callback [--rounds 15] [--batches 400] [--json FILE] [--quick]
+    python -m benchmarks.callback [--rounds 60] [--batches 20] [--json FILE] [--quick]
 
-One sample is one fit of a model of six numbers, with a callback or without; all kinds of fits in turn, round after
-round. What is counted is the processor time of the trainer's thread between the first batch and the last one, so that
-others who keep the machine busy matter little. Every callback costs something in Lightning itself, which calls six
-hooks of each in every batch, whether they do anything or not: that is the row "an empty callback". Figures are logged
-as by default, every 50th batch.
+One fit of a model of six numbers, in which the trainer has none of the callbacks or one of them, in turn, for some
+batches each. What is counted is the processor time of the trainer's thread, so that others who keep the machine busy
+matter little. Every callback costs something in Lightning itself, which calls six hooks of each in every batch, whether
+they do anything or not: that is the row "an empty callback". Figures are logged as by default, every 50th batch.
 
 A callback's cost per step is that of 16 steps in one batch, less that of one, by 15. Its cost per batch is that of a
 batch of one step, less that of the step.
@@ -22,7 +21,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from benchmarks.engines import Sample
-from benchmarks.measure import Comparison, interleave
+from benchmarks.measure import Comparison
 from benchmarks.table import machine, table, verdict
 from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, UpdateWeights
 
@@ -63,33 +60,47 @@ class Tiny(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Batches:
-    """The same batch again and again, as a group would label it."""
+class Turns(pl.Callback):
+    """A loader, which gives the callbacks their turns between two batches, and takes the time of each turn.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    Args:
+        kinds: The callbacks; all of them are set up for the fit.
+        rounds: Turns of each; the first one does not count.
+        batches: In a turn. Always the same batch, labelled as a group would do it.
+    """
+
+    def __init__(self, kinds: dict[str, list[pl.Callback]], rounds: int, batches: int) -> None:
+        self.kinds, self.rounds, self.batches = kinds, rounds, batches
         self.batch = TensorDict({"policy_version": torch.zeros(4, 8, dtype=torch.int64)}, [4, 8])
+        self.micros: dict[str, list[float]] = {kind: [] for kind in kinds}
+        self.trainer: Any = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.trainer = trainer
 
     def __len__(self) -> int:
-        return self.count
+        return (self.rounds + 1) * len(self.kinds) * self.batches + 1  # one more: nothing is pulled after the last
 
     def __iter__(self) -> Iterator[TensorDict]:
-        return (self.batch for _ in range(self.count))
-
-
-class Clock(pl.Callback):
-    """Processor seconds of this thread between the ends of the first and the last batch."""
-
-    def __init__(self) -> None:
-        self.started: float | None = None
-        self.seconds = 0.0
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.started = time.thread_time() if self.started is None else self.started
-
-    def on_train_end(self, *args: Any) -> None:
-        assert self.started is not None
-        self.seconds = time.thread_time() - self.started
+        (optimizer,) = self.trainer.optimizers
+        hooks = optimizer._optimizer_step_post_hooks
+        everyone, all_hooks = list(self.trainer.callbacks), dict(hooks)
+        others = [c for c in everyone if not any(c in mine for mine in self.kinds.values())]
+        for turn in range(self.rounds + 1):
+            for kind, mine in self.kinds.items():
+                self.trainer.callbacks[:] = others + mine
+                hooks.clear()
+                for callback in mine:
+                    handles = getattr(getattr(callback, "_steps", None), "_handles", ())
+                    hooks.update({handle.id: all_hooks[handle.id] for handle in handles})
+                started = time.thread_time()
+                for _ in range(self.batches):
+                    yield self.batch
+                if turn:
+                    self.micros[kind].append(1e6 * (time.thread_time() - started) / self.batches)
+        self.trainer.callbacks[:] = everyone
+        hooks.update(all_hooks)
+        yield self.batch
 
 
 class Foreign:
@@ -132,20 +143,26 @@ KINDS: dict[str, Callable[[], list[pl.Callback]]] = {
 }
 
 
-def sample(kind: str, steps: int, batches: int) -> Sample:
-    """One fit; milliseconds for a thousand batches, which is microseconds per batch."""
-    clock = Clock()
+def measure(result: Comparison, steps: int, rounds: int, batches: int) -> None:
+    """One fit; the samples are microseconds per batch."""
+    turns = Turns({kind: make() for kind, make in KINDS.items()}, rounds, batches)
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        callbacks=[clock, *KINDS[kind]()],
+        callbacks=[turns],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Tiny(steps), Batches(batches))
-    return {name(kind, steps): 1e6 * clock.seconds / batches}
+    for kind, mine in turns.kinds.items():
+        for callback in mine:
+            if isinstance(callback, UpdateWeights):
+                callback.register(trainer, kind)
+            else:
+                trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+    trainer.fit(Tiny(steps), turns)
+    result.samples |= {name(kind, steps): micros for kind, micros in turns.micros.items()}
 
 
 def name(kind: str, steps: int) -> str:
@@ -162,18 +179,18 @@ def paired(result: Comparison, kind: str, steps: int) -> float:
 def show(result: Comparison) -> list[str]:
     """The table, and how the figures stand to what is asked."""
     rows: list[list[object]] = [["none", result.median(name("none", 1)), None, None, None]]
-    lines, dispatch = [], 0.0
+    lines, empty, empty_step = [], 0.0, 0.0
     for kind in [kind for kind in KINDS if kind != "none"]:
         one, many = paired(result, kind, 1), paired(result, kind, MANY)
         per_step = (many - one) / (MANY - 1)
         per_batch = one - per_step
         rows.append([kind, result.median(name(kind, 1)), one, per_step, per_batch])
         if kind == EMPTY:
-            dispatch = per_batch
+            empty, empty_step = per_batch, per_step
             continue
         lines.append(
-            f"{kind}: per batch {verdict(per_batch, PER_BATCH)}, {per_batch - dispatch:.1f} more than an empty one; "
-            f"per step {verdict(per_step, PER_STEP)}"
+            f"{kind}: per batch {verdict(per_batch, PER_BATCH)}, {per_batch - empty:.1f} more than an empty one; "
+            f"per step {verdict(per_step, PER_STEP)}, {per_step - empty_step:.1f} more than an empty one"
         )
     return [table(["callback, µs", "a batch of one step", "more than none", "per step", "per batch"], rows), "", *lines]
 
@@ -186,8 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {"machine": machine(), "options": {k: str(v) for k, v in vars(options).items()}}
     print(f"{report['machine']}\n", flush=True)
     result = Comparison("callback", "tiny", 0, 2)
-    actions = [partial(sample, kind, steps, options.batches) for steps in (1, MANY) for kind in KINDS]
-    interleave(result, actions, options.rounds, [], warm_up=1)
+    for steps in (1, MANY):
+        measure(result, steps, options.rounds, options.batches)
     print("\n".join(show(result)))
     report["callback"] = result.as_json()
     report["load_at_end"] = machine()["load"]
@@ -198,13 +215,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.callback", description="Measure the callback.")
-    parser.add_argument("--rounds", type=int, default=15, help="fits of each kind")
-    parser.add_argument("--batches", type=int, default=400, help="in a fit")
+    parser.add_argument("--rounds", type=int, default=60, help="turns of each callback")
+    parser.add_argument("--batches", type=int, default=20, help="in a turn")
     parser.add_argument("--json", type=Path, default=None, help="write all samples to this file")
-    parser.add_argument("--quick", action="store_true", help="3 fits of 100 batches")
+    parser.add_argument("--quick", action="store_true", help="10 turns of 10 batches")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.rounds, options.batches = 3, 100
+        options.rounds, options.batches = 10, 10
     if options.rounds < 1 or options.batches < 1:
         parser.error("--rounds, --batches: at least 1")
     return options
