@@ -1,6 +1,7 @@
 # Every target sets up what it needs in .venv; a second call does not reinstall.
 
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -38,7 +39,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

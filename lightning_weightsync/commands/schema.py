@@ -202,7 +202,8 @@ def _choices(hint: Any) -> list[Any]:
 def _expected(hint: Any) -> str:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_expected(part) for part in get_args(hint)))
+        parts = [part for part in get_args(hint) if part is not int or float not in get_args(hint)]
+        return " or ".join(dict.fromkeys(map(_expected, parts)))
     if origin is Literal:
         return f"one of {', '.join(map(repr, get_args(hint)))}"
     kind = origin or hint

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ def train(application: Application, started: float) -> int:
     Raises:
         ConfigError: What was found to be wrong before the first batch.
     """
+    # The run folder is never empty: Hydra has written there. And Lightning asks torch's pytree in a way of yesterday.
+    for known in ("Experiment logs directory", "`isinstance\\(treespec, LeafSpec\\)`"):
+        warnings.filterwarnings("ignore", message=f".*{known}")
     module = application.build_module()
     group = application.build_group()
     callbacks = application.build_callbacks(group)

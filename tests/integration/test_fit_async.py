@@ -41,6 +41,7 @@ class Watch(Callback):
         assert batch["fingerprint"].eq(self.made_by[version]).all(), "a sample of other weights than its version's"
 
     def on_train_end(self, trainer, pl_module):
+        self.made_by.setdefault(self.group.version, fingerprint(pl_module.actor))
         self.digests.append((self.group.digest(), sha256(pl_module.actor)))
 
     def numbers(self, worker):

@@ -395,7 +395,7 @@ def test_a_second_worker_with_an_index_that_is_taken_is_refused_and_the_first_st
 @pytest.mark.parametrize(
     "data",
     [
-        frame({"kind": "applied", "run": 1, "version": 1, "digests": {}}),
+        frame({"kind": "applied", "run": 1, "version": 0, "digests": {}}, bytes(8)),
         frame({"kind": "beat"}),
         frame({"kind": "welcome", **WELCOME}),
     ],
