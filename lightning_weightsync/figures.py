@@ -54,9 +54,9 @@ class Figures:
         return bool(
             self._stall_seconds
             or self._shown_at is None
-            or trainer._logger_connector.should_update_logs
-            or trainer.is_last_batch
             or self._clock() - self._shown_at > _AT_LEAST_EVERY
+            or trainer.is_last_batch
+            or (trainer.loggers and trainer._logger_connector.should_update_logs)
         )
 
     def show(self, trainer: pl.Trainer, version: int, collected: Mapping[str, float], batch: Any) -> None:
