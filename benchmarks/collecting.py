@@ -1,17 +1,21 @@
 """Who collects in a measured turn? Our groups, TorchRL's collectors, and a loop that is written by hand.
 
-All engines of a comparison are up at once. While it is not its turn an engine sleeps: workers that collect ahead have
-filled what there is to fill. A turn begins with batches that are not counted, those that were ready.
+All engines of a comparison are up at once. While it is not its turn an engine sleeps: our workers that collect ahead
+have filled what there is to fill, and TorchRL's, which go on for seconds, are stopped (SIGSTOP), and so are their
+environments' processes. A turn begins with batches that are not counted, those that were ready.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,13 +130,33 @@ class Peer:
         self._collector.update_policy_weights_()
 
     def turn(self, seconds: float) -> Sample:
-        return {self.name: timed(self.batch, seconds, self._ahead)}
+        self._signal(signal.SIGCONT)
+        try:
+            return {self.name: timed(self.batch, seconds, self._ahead)}
+        finally:
+            self._signal(signal.SIGSTOP)
 
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.pid is not None]
+        workers = [process.pid for process in self._processes if process.pid is not None]
+        return [*workers, *(child for worker in workers for child in children(worker))]
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         self._collector.shutdown()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one has started, as far as ``/proc`` tells."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 def own_vector_env(task: Task) -> Any:
