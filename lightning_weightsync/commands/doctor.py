@@ -92,14 +92,14 @@ def examine() -> Iterator[Finding]:
             yield Finding("BAD", what, f"looking at it raised {type(error).__name__}: {error}", "see the message")
 
 
+def _judged(wrong: bool, what: str, found: str, mend: str) -> Finding:
+    """How to mend it is told only where something is wrong."""
+    return Finding("BAD", what, found, mend) if wrong else Finding("ok", what, found)
+
+
 def _python() -> Iterator[Finding]:
     found = f"{platform.python_version()} on {platform.system()} {platform.release()} ({platform.machine()})"
-    yield Finding(
-        "ok" if sys.version_info >= (3, 10) else "BAD",
-        "python",
-        found,
-        "" if sys.version_info >= (3, 10) else "install Python 3.10 or newer",
-    )
+    yield _judged(sys.version_info < (3, 10), "python", found, "install Python 3.10 or newer")
 
 
 def _packages() -> Iterator[Finding]:
@@ -140,13 +140,8 @@ def _memory() -> Iterator[Finding]:
     if free is None:
         yield Finding("note", "memory", "not told by this system")
         return
-    low = free < 1 << 30
-    yield Finding(
-        "BAD" if low else "ok",
-        "memory",
-        f"{size(free)} available",
-        "a worker needs 0.3 GB to begin with: end other programs, or lower collector.num_workers" if low else "",
-    )
+    mend = "a worker needs 0.3 GB to begin with: end other programs, or lower collector.num_workers"
+    yield _judged(free < 1 << 30, "memory", f"{size(free)} available", mend)
 
 
 def _shared_memory() -> Iterator[Finding]:
@@ -184,21 +179,13 @@ def _descriptors() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(0, soft - 128) // PER_WORKER
     found = f"{soft} open files allowed (at most {hard}): enough for {most} workers"
-    if most < 8:
-        yield Finding("BAD", "descriptors", found, f"ulimit -n {min(hard, 4096) if hard > 0 else 4096}")
-    else:
-        yield Finding("ok", "descriptors", found)
+    yield _judged(most < 8, "descriptors", found, f"ulimit -n {min(hard, 4096) if hard > 0 else 4096}")
 
 
 def _processes() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    few = 0 <= soft < 256
-    yield Finding(
-        "BAD" if few else "ok",
-        "processes",
-        "no limit" if soft < 0 else f"{soft} processes and threads allowed",
-        "ulimit -u 4096" if few else "",
-    )
+    found = "no limit" if soft < 0 else f"{soft} processes and threads allowed"
+    yield _judged(0 <= soft < 256, "processes", found, "ulimit -u 4096")
 
 
 def _ports() -> Iterator[Finding]:
@@ -207,13 +194,8 @@ def _ports() -> Iterator[Finding]:
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")
     if path.exists():
         low, high = map(int, path.read_text().split())
-        few = high - low < 1000
-        yield Finding(
-            "BAD" if few else "ok",
-            "ports",
-            f"{low} to {high} for the system to give",
-            "sysctl -w net.ipv4.ip_local_port_range='32768 60999'" if few else "",
-        )
+        mend = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
+        yield _judged(high - low < 1000, "ports", f"{low} to {high} for the system to give", mend)
 
 
 def _interfaces() -> Iterator[Finding]:

@@ -7,7 +7,6 @@ then. No process is started, and no socket opened.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 
 from lightning_weightsync.collectors.context import WorkerContext
 from lightning_weightsync.collectors.group import CollectorGroup
+from lightning_weightsync.collectors.pickling import dumps
 from lightning_weightsync.commands.problems import ConfigError
 from lightning_weightsync.errors import LayoutMismatchError
 from lightning_weightsync.paths import PathError
@@ -120,9 +120,8 @@ def dry_collector(group: CollectorGroup) -> Iterator[WorkerContext]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            pickled = io.BytesIO()
-            cloudpickle.dump(group.collector, pickled)
-            factory = cloudpickle.loads(pickled.getvalue()) if group.num_workers else group.collector
+            pickled = dumps(group.collector)
+            factory = cloudpickle.loads(pickled) if group.num_workers else group.collector
             collector = factory(worker_idx=0, seed=seed)
         except Exception as error:
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

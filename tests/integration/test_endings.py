@@ -231,21 +231,11 @@ def test_nothing_is_left_of_a_run_that_ends_otherwise(name, more_runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DDP_ENDINGS)
-def test_nothing_is_left_of_two_ranks(name):
-    run = Run(**DDP_ENDINGS[name].options)
+@pytest.mark.parametrize("ending", [pytest.param(e, id=name) for name, e in (DDP_ENDINGS | DDP_SIGNALS).items()])
+def test_nothing_is_left_of_two_ranks(ending):
+    run = Run(**ending.options)
     try:
-        check(run, DDP_ENDINGS[name])
-    finally:
-        run.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DDP_SIGNALS)
-def test_nothing_is_left_of_two_ranks_that_are_signalled(name):
-    run = Run(**DDP_SIGNALS[name].options)
-    try:
-        check(run, DDP_SIGNALS[name])
+        check(run, ending)
     finally:
         run.close()
 
