@@ -52,6 +52,8 @@ def main(arguments: list[str]) -> None:
             code = _work(jobs, job, inbox, memory_fd)
     except ChannelClosed:
         code = 1
+    finally:
+        _end_children()
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: libraries' destructors at interpreter exit are slow and noisy, and there is nothing left to save.
@@ -200,6 +202,35 @@ def _forget_batches(inbox: queue.SimpleQueue[Message]) -> None:
     for message in waiting:
         if message.kind != "collect":
             inbox.put(message)
+
+
+def _end_children() -> None:
+    """Kill what environments have started in this process's group, and not this process, which leaves in good order.
+
+    The parent does so too, but may itself be killed before.
+    """
+    own_pid = os.getpid()
+    if os.getpgid(0) != own_pid:
+        return
+    if not os.path.isdir("/proc/self"):
+        os.killpg(0, signal.SIGTERM)  # which this process does not heed
+        return
+    killed = {own_pid}
+    while started := _members_of_group(own_pid) - killed:  # again, for what those started meanwhile
+        killed |= started
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _members_of_group(group: int) -> set[int]:
+    members = set()
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(int(name)) == group:
+                    members.add(int(name))
+    return members
 
 
 def _die_with_children() -> NoReturn:
