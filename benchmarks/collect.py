@@ -122,28 +122,36 @@ def copies(task: Task, options: argparse.Namespace) -> Comparison:
     """What the trainer pays for a batch that is ready, beside copies of the same bytes to new and to old memory.
 
     By one thread each: where collectors are busy, a second one has no core. A batch is lent, not copied, so it is also
-    measured with a first pass over all of its bytes, which is when a trainer pays for what lies in others' caches.
+    measured with a first pass over all of its bytes, which is when a trainer pays for what lies in others' caches. Of a
+    synchronous batch, which is waited for, it is the processor time.
     """
     torch.set_num_threads(1)
     factory = partial(
         GymCollector, task.env, task.policies["hand-written"], num_envs=NUM_ENVS, frames_per_batch=task.frames
     )
-    group = CollectorGroup(
-        factory, options.workers, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}, sync=False, seed=1
+    make = task.policies["hand-written"]
+    ahead, together = (
+        CollectorGroup(
+            factory, options.workers, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}, sync=sync, seed=1
+        )
+        for sync in (False, True)
     )
-    with group:
-        group.update_policy_weights_(task.policies["hand-written"]())
-        batches = iter(group)
+    with ahead, together:
+        for group in (ahead, together):
+            group.update_policy_weights_(make())
+        batches, joint = iter(ahead), iter(together)
         source, target = next(batches).clone(), next(batches).clone()
         leaves = list(source.values(include_nested=True, leaves_only=True))
         whole = torch.cat([leaf.reshape(-1).view(torch.uint8) for leaf in leaves])
         result = Comparison("copies", task.name, sum(leaf.nbytes for leaf in leaves), len(leaves), options.workers)
 
-        def timed(name: str, action: Callable[[], object]) -> Callable[[], dict[str, float]]:
+        def timed(
+            name: str, action: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+        ) -> Callable[[], dict[str, float]]:
             def run() -> dict[str, float]:
-                started = time.perf_counter()
+                started = clock()
                 kept = action()
-                seconds = time.perf_counter() - started
+                seconds = clock() - started
                 del kept
                 return {name: 1e3 * seconds}
 
@@ -152,13 +160,14 @@ def copies(task: Task, options: argparse.Namespace) -> Comparison:
         actions = [
             timed("a batch", lambda: next(batches)),
             timed("a batch, and a copy of it", lambda: target.update_(next(batches))),
+            timed("a synchronous batch", lambda: next(joint), time.thread_time),
             timed(
                 "copy to new memory",
                 lambda: torch.frombuffer(mmap.mmap(-1, whole.nbytes), dtype=torch.uint8).copy_(whole),
             ),
             timed("copy to old memory", lambda: target.update_(source)),
         ]
-        pids = [stat["pid"] for stat in group.stats().values()]
+        pids = [stat["pid"] for group in (ahead, together) for stat in group.stats().values()]
         return interleave(result, actions, 4 * options.rounds, pids, warm_up=4)
 
 
@@ -212,7 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = copies(PIXELS, options)
         rows = [[name, result.median(name), result.ratio(name, "copy to old memory")] for name in result.samples]
         print(table([f"{result.nbytes / 1e6:.1f} MB, ms", "median", "copies"], rows))
-        print(f"\na batch, in copies: {verdict(result.ratio('a batch', 'copy to old memory'), COPIES)}\n", flush=True)
+        for name in ("a batch", "a synchronous batch"):
+            print(f"\n{name}, in copies: {verdict(result.ratio(name, 'copy to old memory'), COPIES)}", flush=True)
+        print(flush=True)
         report["copies"] = result.as_json()
     if "start" in options.only:
         result = start(options)

@@ -13,7 +13,6 @@ from typing import Any
 from lightning_weightsync.collectors.feed import Feed
 from lightning_weightsync.collectors.member import Member, Rollout, WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
-from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.collectors.rollouts import LENT_SLOTS, NUM_SLOTS
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.transports.pushing import raise_failures
@@ -55,7 +54,6 @@ class AheadPool(WorkerPool):
         self._indices: dict[int, int] = {}  # number -> index
         self._episodes: list[tuple[float, int]] = []
         self._sums: list[dict[str, Any]] = []
-        self._memory = BatchMemory()
         super().__init__(
             num_workers,
             schemes,
@@ -65,18 +63,18 @@ class AheadPool(WorkerPool):
             env_timeout=env_timeout,
         )
 
-    def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
+    def collect(self, look_around: Callable[[], None]) -> Rollout:
         """One batch of one worker, in its slot, which is lent, or copied. Blocks until one is ready.
 
         Workers are asked for their next batches here, before the wait and after it, so that they collect while the
-        trainer learns. One without a free slot waits for the trainer; its thread that applies pushes does not. If this
-        call is interrupted, nothing is lost: the next one goes on where it was.
+        trainer learns. One without a free slot waits for the trainer; its thread that applies pushes does not. If the
+        wait is interrupted, nothing is lost: the next call goes on where it was.
 
         Args:
             look_around: Called about ten times a second while waiting; may raise to give up.
 
         Returns:
-            The batch alone; its ``episodes`` and ``sums`` are those of batches that were too old, too.
+            The batch; its ``episodes`` and ``sums`` are those of batches that were too old, too.
 
         Raises:
             WorkerError: A worker's code raised; carries its traceback.
@@ -91,19 +89,16 @@ class AheadPool(WorkerPool):
                 break
             look_around()
             self._wait_for_mail(member for _, member in self._known.values())
+        self._feed.hand_over(ready, version, lent=True)
         reader = self._known[ready.worker][1].reader
-        lent = reader.lend(ready.slot)
-        batch = lent if lent is not None else self._memory.concatenated([reader.read(ready.slot)])
-        self._feed.hand_over(ready, version, lent=lent is not None)
+        batch = reader.lend(ready.slot)
+        if batch is None:
+            batch = self._memory.concatenated([reader.read(ready.slot)])
+            self._feed.give_back(ready.worker, ready.slot)
         self._ask(version, waiting=False)
         episodes, self._episodes = self._episodes, []
         sums, self._sums = self._sums, []
-        return [Rollout(batch, batch.numel(), episodes, sums, owned=True)]
-
-    def shutdown(self, timeout: float) -> None:
-        """See ``Fleet``."""
-        super().shutdown(timeout)
-        self._memory.clear()
+        return Rollout(batch, episodes, sums)
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """What is known of each worker."""
@@ -136,10 +131,11 @@ class AheadPool(WorkerPool):
     def _hear(self, number: int, index: int, member: Member) -> None:
         """Take in the batches of one process, and its end."""
         while self._feed.knows(number) and (message := member.take("batch")) is not None:
-            rollout = self._received(index, member, message)
-            self._episodes += rollout.episodes
-            self._sums += rollout.sums
-            self._feed.arrived(number, message["slot"], int(rollout.batch["policy_version"].min()))
+            self._count_batch(index, message)
+            self._episodes += [(float(value), int(length)) for value, length in message["episodes"]]
+            self._sums.append(message["sums"])
+            oldest = int(member.reader.read(message["slot"])["policy_version"].min())
+            self._feed.arrived(number, message["slot"], oldest)
         if member.state not in _UP and self._feed.knows(number):
             self._feed.lose(number)
         if not self._feed.knows(number) and (member.state is WorkerState.STOPPED or not self._feed.holds(number)):

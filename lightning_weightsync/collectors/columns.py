@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from lightning_weightsync.collectors.spaces import Arrays, Flags, Leaf
+from lightning_weightsync.collectors.trees import nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +29,6 @@ class EnvColumns:
     truncated: Flags
     done: Flags
     real: Flags
-
-
-def nested(paths: Iterable[tuple[str, ...]], values: Iterable[Any]) -> dict[str, Any]:
-    """Nested dictionaries with these values at these paths."""
-    root: dict[str, Any] = {}
-    for (*parents, name), value in zip(paths, values, strict=True):
-        inner = root
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[name] = value
-    return root
-
-
-def unchecked(tree: Mapping[str, Any], size: torch.Size) -> TensorDict:
-    """Nested dictionaries as a TensorDict, made as tensordict's own operations make theirs.
-
-    What its constructor looks at (keys, sizes, devices, names) is known here, and takes it a twentieth of a step.
-    """
-    source = {key: unchecked(value, size) if isinstance(value, dict) else value for key, value in tree.items()}
-    made: TensorDict = TensorDict._new_unsafe(source, size)
-    return made
 
 
 def allocate(leaves: Sequence[Leaf], num_envs: int, rows: int, worker_idx: int) -> tuple[TensorDict, EnvColumns]:

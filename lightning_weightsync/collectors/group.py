@@ -25,7 +25,6 @@ from lightning_weightsync.collectors.group_weights import GroupWeights
 from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.pickling import dumps
 from lightning_weightsync.collectors.pool import WorkerPool
-from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.push import PerWorker
 from lightning_weightsync.schemes.strategy import Weights
@@ -128,7 +127,6 @@ class CollectorGroup(GroupWeights):
         self.threads_per_worker = threads_per_worker
         self.look_around: Callable[[], None] = _nothing
         self._evaluations: list[Evaluation] = []
-        self._memory = BatchMemory()
         self._starts = 0
 
     # --- life cycle ----------------------------------------------------------------------------------------------
@@ -220,7 +218,6 @@ class CollectorGroup(GroupWeights):
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING) and self._pool is not None:
             self._run, self._version = self.run, self.version
             self._pool.shutdown(max(0.0, deadline - time.monotonic()))
-            self._memory.clear()
             self._state = GroupState.STOPPED
 
     def resize(self, num_workers: int, timeout: float = 10.0) -> None:
@@ -296,12 +293,9 @@ class CollectorGroup(GroupWeights):
                 "the trainer's callbacks and give the group batches_per_epoch; elsewhere, call start() and "
                 "update_policy_weights_() first"
             )
-        rollouts = self._running_pool().collect(self.look_around)
-        for rollout in rollouts:
-            self._ledger.add(rollout.frames, rollout.episodes, rollout.sums)
-        if rollouts[0].owned:
-            return rollouts[0].batch
-        return self._memory.concatenated([rollout.batch for rollout in rollouts])  # the slots are free again
+        rollout = self._running_pool().collect(self.look_around)
+        self._ledger.add(rollout.batch.numel(), rollout.episodes, rollout.sums)
+        return rollout.batch
 
     # --- evaluation ----------------------------------------------------------------------------------------------
 

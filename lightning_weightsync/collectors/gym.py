@@ -17,13 +17,14 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from lightning_weightsync.collectors.episodes import is_deterministic
+from lightning_weightsync.collectors.trees import nested, unchecked
 from lightning_weightsync.schemes.gate import Gate
 
 try:
     from gymnasium.vector import VectorEnv
 
     from lightning_weightsync.collectors.checks import find_nan, find_outside, raise_fault
-    from lightning_weightsync.collectors.columns import allocate, nested, unchecked
+    from lightning_weightsync.collectors.columns import allocate
     from lightning_weightsync.collectors.gym_envs import Env, build_envs
     from lightning_weightsync.collectors.spaces import Arrays, Leaf
 except ModuleNotFoundError as error:

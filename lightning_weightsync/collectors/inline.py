@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.context import WorkerContext
 from lightning_weightsync.collectors.member import Rollout, WorkerState
+from lightning_weightsync.collectors.recycling import BatchMemory
+from lightning_weightsync.collectors.rollouts import plain
 from lightning_weightsync.collectors.schedule import serving
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
@@ -53,6 +55,7 @@ class InlinePool:
         self._pushing = threading.Lock()
         self._context: WorkerContext | None = None
         self._models: dict[str, tuple[Source, StagedModel, SlotPool]] = {}
+        self._memory = BatchMemory()
         self._batches: Iterator[TensorDictBase] = iter(())
         self._random_state = torch.get_rng_state()
         self._frames = 0
@@ -122,20 +125,23 @@ class InlinePool:
             with serving(lambda: context.gate.values):
                 push.commit()
 
-    def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
-        """One batch, made here and now."""
+    def collect(self, look_around: Callable[[], None]) -> Rollout:
+        """One batch, made here and now; a copy, since a collector may make the next one in the same memory."""
         context = self._built()
         self._state = WorkerState.COLLECTING
-        with torch.random.fork_rng(devices=[]), serving(lambda: context.gate.values):
-            torch.set_rng_state(self._random_state)
-            batch = context.next_batch(self._batches)
-            self._random_state = torch.get_rng_state()
-        self._state = WorkerState.CONNECTED
-        frames = batch.numel()
-        self._frames += frames
+        try:
+            with torch.random.fork_rng(devices=[]), serving(lambda: context.gate.values):
+                torch.set_rng_state(self._random_state)
+                batch = context.next_batch(self._batches)
+                self._random_state = torch.get_rng_state()
+        except BaseException:
+            self._batches = iter(context.collector)  # a generator through which something was raised has ended
+            raise
+        finally:
+            self._state = WorkerState.CONNECTED
+        self._frames += batch.numel()
         episodes = [(float(value), int(length)) for value, length in context.take_episodes()]
-        assert isinstance(batch, TensorDict)
-        return [Rollout(batch, frames, episodes, [context.take_sums()])]
+        return Rollout(self._memory.concatenated([plain(batch)]), episodes, [context.take_sums()])
 
     def beyond_repair(self, failed: Mapping[int, Exception]) -> dict[int, Exception]:
         """Nothing is repaired here."""
@@ -167,6 +173,7 @@ class InlinePool:
         """Close the collector. Idempotent."""
         if self._context is not None and self._state is not WorkerState.STOPPED:
             self._context.collector.close()
+        self._memory.clear()
         self._state = WorkerState.STOPPED
 
     def _built(self) -> WorkerContext:

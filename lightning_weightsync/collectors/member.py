@@ -27,27 +27,17 @@ class WorkerState(Enum):
 
 @dataclass
 class Rollout:
-    """One batch of one worker, and what the worker told with it.
+    """A batch that stays as it is, and what workers told with it.
 
     Attributes:
-        batch: The batch: views into its slot, valid for now, or (``owned``) lent, or a copy.
-        frames: How many transitions it has.
+        batch: The batch: it looks into memory that is lent, or is a copy.
         episodes: (return, length) of those that ended in it.
         sums: What was gathered while it was made, by name, in nested lists of numbers; several where batches went by.
     """
 
     batch: TensorDict
-    frames: int
     episodes: list[tuple[float, int]]
     sums: list[dict[str, Any]]
-    owned: bool = False
-
-    def lend_from(self, request: BatchRequest) -> None:
-        """Make this batch, of this request, one that stays as it is, if a slot can be spared for it."""
-        assert request.asked is not None
-        lent = request.asked.reader.lend(request.slot)
-        if lent is not None:
-            self.batch, self.owned = lent, True
 
 
 @dataclass(eq=False)
@@ -80,13 +70,19 @@ class BatchRequest:
 
     Attributes:
         worker_idx: Whose.
-        slot: Where the worker is to put it.
         asked: Who was asked last; ``None`` before anybody was.
+        answer: What was told when the batch was there; ``None`` until then.
     """
 
     worker_idx: int
-    slot: int = 0
     asked: Member | None = None
+    answer: Message | None = None
+
+    @property
+    def reader(self) -> BatchReader:
+        """The parent's end of the memory of whoever was asked."""
+        assert self.asked is not None
+        return self.asked.reader
 
 
 def reported(worker_idx: int, pid: int, message: Message) -> WeightSyncError:

@@ -9,8 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tensordict import TensorDict
+
 from lightning_weightsync.collectors.fleet import Fleet
-from lightning_weightsync.collectors.member import BatchRequest, Member, Rollout, WorkerState
+from lightning_weightsync.collectors.joint import JointSlots, is_joint, look_alike
+from lightning_weightsync.collectors.member import BatchRequest, Rollout, WorkerState
+from lightning_weightsync.collectors.recycling import BatchMemory
+from lightning_weightsync.collectors.rollouts import OWN_SLOTS, BatchReader
+from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.push import PerWorker, push_models
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.control import Message
@@ -20,7 +26,38 @@ _GONE = (WorkerState.FAILED, WorkerState.STOPPED)
 
 
 class WorkerPool(Fleet):
-    """A fleet that can be pushed to, and asked for batches."""
+    """A fleet that can be pushed to, and asked for batches.
+
+    Args:
+        num_workers: See ``Fleet``.
+        schemes: See ``Fleet``.
+        threads_per_worker: See ``Fleet``.
+        max_restarts: See ``Fleet``.
+        new_seed: See ``Fleet``.
+        env_timeout: See ``Fleet``.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        schemes: Mapping[str, WeightSyncScheme],
+        threads_per_worker: int,
+        *,
+        max_restarts: int,
+        new_seed: Callable[[int], int],
+        env_timeout: float | None = None,
+    ) -> None:
+        self._memory = BatchMemory()
+        self._joint: JointSlots | None = None
+        self._slot = -1  # the joint one of the batch that is being collected, as requests name it
+        super().__init__(
+            num_workers,
+            schemes,
+            threads_per_worker,
+            max_restarts=max_restarts,
+            new_seed=new_seed,
+            env_timeout=env_timeout,
+        )
 
     def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         """The targeted indices; raises ``ValueError`` for one that does not exist."""
@@ -55,8 +92,8 @@ class WorkerPool(Fleet):
                     left[index] = cause
         return left
 
-    def collect(self, look_around: Callable[[], None]) -> list[Rollout]:
-        """One batch from every worker, in worker order; valid until the next call, or lent. Blocks on the slowest.
+    def collect(self, look_around: Callable[[], None]) -> Rollout:
+        """One batch of all workers, their parts in worker order along dimension 0. Blocks on the slowest.
 
         What a lost worker has not finished is collected by its replacement, for which this waits.
 
@@ -69,54 +106,91 @@ class WorkerPool(Fleet):
         """
         # If the last call was interrupted (Ctrl-C in a notebook), batches of old weights are still to come.
         collecting = [(i, worker) for i, worker in enumerate(self._workers) if worker.state is WorkerState.COLLECTING]
-        self._gather([BatchRequest(index, asked=worker) for index, worker in collecting], look_around)
+        self._gather([BatchRequest(index, worker) for index, worker in collecting], look_around)
+        joint = self._joint_slots()
+        self._slot = OWN_SLOTS + joint.reader.free_slot() if joint is not None else -1
         requests = [BatchRequest(index) for index in range(self.num_workers)]
-        rollouts = self._gather(requests, look_around)
-        if len(rollouts) == 1:  # several are put together by a copy
-            rollouts[0].lend_from(requests[0])
-        return rollouts
+        answers = self._gather(requests, look_around)
+        episodes = [(float(value), int(length)) for answer in answers for value, length in answer["episodes"]]
+        return Rollout(self._put_together(requests, answers), episodes, [answer["sums"] for answer in answers])
 
-    def _gather(self, requests: Sequence[BatchRequest], look_around: Callable[[], None]) -> list[Rollout]:
-        """The batches of these requests, in their order."""
-        rollouts: dict[BatchRequest, Rollout] = {}
+    def shutdown(self, timeout: float) -> None:
+        """See ``Fleet``."""
+        super().shutdown(timeout)
+        self._memory.clear()
+        if self._joint is not None:
+            self._joint.reader.close()
+
+    def _joint_slots(self) -> JointSlots | None:
+        """Those of the workers that are there now, if there are any; made when all of them can have them."""
+        members = tuple(self._workers)
+        if self._joint is None or self._joint.members != members:
+            alike = len(members) > 1 and look_alike(members)
+            self._joint = JointSlots(members, time.monotonic() + self.hub.connect_timeout) if alike else None
+        return self._joint
+
+    def _put_together(self, requests: Sequence[BatchRequest], answers: Sequence[Message]) -> TensorDict:
+        """The parts as one batch that stays as it is: lent where they lie in one piece, else a copy."""
+        places = [(request.reader, answer["slot"]) for request, answer in zip(requests, answers, strict=True)]
+        if self._joint is not None and all(is_joint(slot) for _, slot in places):
+            return self._kept(self._joint.reader, self._slot - OWN_SLOTS)
+        if len(places) == 1:
+            return self._kept(*places[0])
+        parts = []
+        for request, (reader, slot) in zip(requests, places, strict=True):
+            if is_joint(slot):  # another one was lost, and its replacement has put its part elsewhere
+                assert self._joint is not None and request.asked is not None
+                parts.append(self._joint.part(slot - OWN_SLOTS, request.asked))
+            else:
+                parts.append(reader.read(slot))
+        return self._memory.concatenated(parts)
+
+    def _kept(self, reader: BatchReader, slot: int) -> TensorDict:
+        reader.take_back()
+        lent = reader.lend(slot)
+        return lent if lent is not None else self._memory.concatenated([reader.read(slot)])
+
+    def _gather(self, requests: Sequence[BatchRequest], look_around: Callable[[], None]) -> list[Message]:
+        """What the workers tell with the batches of these requests, in their order."""
         while True:
-            for request in requests:
-                if request not in rollouts and (rollout := self._advance(request)) is not None:
-                    rollouts[request] = rollout
-            if len(rollouts) == len(requests):
-                return [rollouts[request] for request in requests]
+            missing = [request for request in requests if not self._advance(request)]
+            if not missing:
+                return [request.answer for request in requests if request.answer is not None]
             self._check_running([])
             with self._mutex:
                 raise_failures(self.supervisor.ended, "waiting for 'batch'")
             look_around()
-            self._wait_for_mail(r.asked for r in requests if r not in rollouts and r.asked is not None)
+            self._wait_for_mail(request.asked for request in missing if request.asked is not None)
 
-    def _advance(self, request: BatchRequest) -> Rollout | None:
-        """The batch of a request if it is there; else sees to it that somebody has been asked. Blocks on nobody."""
+    def _advance(self, request: BatchRequest) -> bool:
+        """Whether the batch of a request is there; else sees to it that somebody has been asked. Blocks on nobody."""
+        if request.answer is not None:
+            return True
         index, asked = request.worker_idx, request.asked
         if asked is not None:
             self._look(index, asked)
             with self._mutex:
-                message = asked.take("batch")
-                if message is not None:
+                request.answer = asked.take("batch")
+                if request.answer is not None:
                     if asked.state is WorkerState.COLLECTING:
                         asked.state = WorkerState.CONNECTED
-                    return self._received(index, asked, message)
+                    self._count_batch(index, request.answer)
+                    return True
         with self._mutex:
             worker = self._workers[index]
             if worker is asked or worker.state is not WorkerState.CONNECTED:
-                return None
+                return False
             worker.state = WorkerState.COLLECTING
-            request.asked, request.slot = worker, worker.reader.free_slot()
-        self._send(index, worker, "collect", slot=request.slot, version=0)
-        return None
+            request.asked = worker
+        # One that was asked in the place of another is not among those that the joint slots are for.
+        joint = self._joint is not None and worker in self._joint.members
+        self._send(index, worker, "collect", slot=self._slot if joint else worker.reader.free_slot(), version=0)
+        return False
 
-    def _received(self, index: int, worker: Member, message: Message) -> Rollout:
-        """The batch that a worker has told of; to be called with the mutex held."""
+    def _count_batch(self, index: int, message: Message) -> None:
+        """A worker has told of a batch; to be called with the mutex held."""
         self._frames[index] = self._frames.get(index, 0) + message["frames"]
         self.supervisor.made_batch(index)
-        episodes = [(float(value), int(length)) for value, length in message["episodes"]]
-        return Rollout(worker.reader.read(message["slot"]), message["frames"], episodes, [message["sums"]])
 
     def digest(self, model_id: str) -> dict[int, str]:
         """SHA-256 over each worker's live leaves, in layout order; of workers that are up, or raises."""
@@ -136,7 +210,7 @@ class WorkerPool(Fleet):
         stats = {}
         for index, worker in enumerate(self._workers):
             if worker.state not in _GONE:
-                self._look(index)
+                self._look(index, worker)
             with self._mutex:
                 link = self.hub.links.get(index)
                 if link is not None and link.pid != worker.process.pid:

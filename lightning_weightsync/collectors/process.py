@@ -33,6 +33,7 @@ JOB_MESSAGES: Schema = {
         "log_level": int,
     },
     "connect": {},
+    "joint": {"parts": int, "part": int},  # with one descriptor
     "collect": {"slot": int, "version": int},
     "stop": {},
     # worker to parent

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     """Run one worker until its parent says stop or is gone."""
     socket_fd, memory_fd, parent_pid = map(int, arguments)
     _leave_signals_to_the_parent()
-    jobs = ControlChannel(socket.socket(fileno=socket_fd), JOB_MESSAGES)
+    jobs = ControlChannel(socket.socket(fileno=socket_fd), JOB_MESSAGES, takes_descriptors=True)
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs, parent_pid, inbox), name="parent", daemon=True).start()
     code = 0
@@ -86,7 +86,11 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
         watch = _watch(jobs, collector, job["env_timeout"])
         writer = BatchWriter(memory_fd)
         batches: Iterator[TensorDictBase] = iter(collector)
-        while (request := inbox.get()).kind == "collect":
+        while (request := inbox.get()).kind != "stop":
+            if request.kind == "joint":
+                writer.join(request.descriptor, request["parts"], request["part"])
+                os.close(request.descriptor)
+                continue
             context.gate.wait_for_version(request["version"], NEW_WEIGHTS_WAIT)  # a push may be on its way here
             with watch:
                 batch = context.next_batch(batches)

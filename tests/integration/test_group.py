@@ -14,7 +14,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 from torch import nn
 
 from lightning_weightsync import (
@@ -25,6 +25,7 @@ from lightning_weightsync import (
     WeightSyncTimeout,
     WorkerDied,
 )
+from lightning_weightsync.collectors.recycling import BatchMemory
 from tests.helpers import collectors
 from tests.helpers.collectors import (
     NUM_ENVS,
@@ -567,6 +568,76 @@ def test_two_runs_of_one_seed_give_identical_batches(num_workers):
             assert torch.equal(first[key], clone[key]), "a batch that was kept has changed"
     assert [int(batch["policy_version"].max()) for batch in once] == list(range(5))
     assert len({tuple(batch["action"].flatten().tolist()) for batch in once}) > 1
+
+
+def test_the_parts_of_several_workers_are_copied_once_and_lie_in_one_piece_from_then_on(monkeypatch, no_leftovers):
+    copies = []
+    concatenated = BatchMemory.concatenated
+    monkeypatch.setattr(BatchMemory, "concatenated", lambda *args: copies.append(len(args[1])) or concatenated(*args))
+    with group_of(2, seed=3) as group:
+        group.update_policy_weights_(Policy(0))
+        kept = take(group)[0].clone()
+        assert copies == [2], "workers' first batches tell what they look like"
+        seen = [kept]
+        for _ in range(6):
+            (batch,) = take(group)
+            assert batch["worker_idx"][:, 0].tolist() == [0] * NUM_ENVS + [1] * NUM_ENVS
+            seen.append(batch.clone())
+            del batch
+        assert copies == [2]
+        held = take(group, 2)
+        assert copies == [2]
+        held += take(group, 2)  # who keeps more than are lent gets copies
+        assert copies == [2, 1, 1]
+        seen += [batch.clone() for batch in held]
+        group.resize(3)
+        del held
+        assert [len(batch) for batch in take(group, 2)] == [3 * NUM_ENVS] * 2
+        assert copies == [2, 1, 1, 3]
+    copies.clear()
+    with group_of(2, seed=3) as group:  # the same, all of them kept
+        group.update_policy_weights_(Policy(0))
+        for batch, expected in zip(take(group, len(seen)), seen, strict=True):
+            for key in expected.keys(include_nested=True, leaves_only=True):
+                assert torch.equal(batch[key], expected[key]), key
+
+
+def uneven(*, worker_idx, seed):
+    """Worker 1 has twice as many environments."""
+    return gym_collector(worker_idx=worker_idx, seed=seed, num_envs=NUM_ENVS * (1 + worker_idx))
+
+
+def test_workers_may_have_parts_of_different_sizes(no_leftovers):
+    with group_of(2, uneven) as group:
+        group.update_policy_weights_(Policy(0))
+        for batch in take(group, 3):
+            assert batch.batch_size == (3 * NUM_ENVS, STEPS)
+            assert batch["worker_idx"][:, 0].tolist() == [0] * NUM_ENVS + [1] * 2 * NUM_ENVS
+
+
+class Raises(Stream):
+    """Its second batch raises, once; its batches are lazy stacks."""
+
+    made = 0
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.made += 1
+            if self.made == 2:
+                raise KeyError("the second one")
+            yield LazyStackedTensorDict(*batch.unbind(0), stack_dim=0) if self.made == 3 else batch
+
+
+def test_without_workers_collecting_goes_on_after_an_exception_and_takes_any_tensordict():
+    with group_of(0, Raises) as group:
+        group.update_policy_weights_(Policy(0))
+        take(group)
+        with pytest.raises(KeyError, match="the second one"):
+            take(group)
+        assert group.stats()[0]["state"] == "connected"
+        third, fourth = take(group, 2)
+        assert third["observation"].shape == fourth["observation"].shape == (4, 3)
+        assert not torch.equal(third["observation"], fourth["observation"])
 
 
 def test_a_resumed_group_goes_on_in_a_newer_run_with_other_episodes():
