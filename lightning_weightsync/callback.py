@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -178,6 +179,7 @@ class UpdateWeights(pl.Callback):
         self._fit = _Fit()
         self._check_map()
         self._check_strategy(trainer)
+        self._check_length(trainer)
         try:
             self._resolve(trainer, pl_module)
         except PathError:
@@ -198,20 +200,15 @@ class UpdateWeights(pl.Callback):
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Connect the group, if validation runs before training."""
+        self._count_steps(trainer, pl_module)
         self._connect()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Connect the group, with restored weights, before the first batch is pulled; start counting steps."""
+        self._check_length(trainer)
+        self._count_steps(trainer, pl_module)
         self._connect()
         self._fit.pushes_before = self.num_pushes
-        unsized = trainer.num_training_batches == float("inf")
-        if unsized and self._group is not None and trainer.train_dataloader is self._group:
-            raise MisconfigurationException(
-                "Lightning prefetches from a loader without a length, so each batch would be collected before the one "
-                "before it is learned from: give the CollectorGroup batches_per_epoch (or the Trainer an int "
-                "limit_train_batches)"
-            )
-        self._count_steps(trainer, pl_module)
         self._target.start_counting_frames()
         self._cadence.start_clock()
 
@@ -339,6 +336,19 @@ class UpdateWeights(pl.Callback):
         if reason is not None:
             raise MisconfigurationException(reason)
 
+    def _check_length(self, trainer: pl.Trainer) -> None:
+        """Of the loader that ``fit`` was given, or, once Lightning has asked for it, the module's."""
+        loader = trainer.train_dataloader
+        if loader is None:
+            loader = trainer.fit_loop._data_source.instance
+        unsized = not isinstance(trainer.limit_train_batches, int) and sized_len(loader) is None
+        if self._group is not None and loader is self._group and unsized:
+            raise MisconfigurationException(
+                "Lightning prefetches from a loader without a length, so each batch would be collected before the one "
+                "before it is learned from: give the CollectorGroup batches_per_epoch (or the Trainer an int "
+                "limit_train_batches)"
+            )
+
     def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """See whether every path leads somewhere; from now on paths are followed from these two."""
         self._sources.bind(pl_module, trainer)
@@ -420,14 +430,15 @@ class UpdateWeights(pl.Callback):
     def _warn_of_no_push(self, pl_module: pl.LightningModule) -> None:
         if self._cadence.stale:
             rank_zero_warn(
-                f"update_weights_interval={self.update_weights_interval} ({self.interval_unit}) is longer than this "
-                f"run of {self._cadence.pending:.6g}: its only push comes now, at its end, and every batch was made by "
-                "the first weights"
+                f"update_weights_interval={self.update_weights_interval} ({self.interval_unit}) is longer than the "
+                f"{self._cadence.pending:.6g} counted since the last push: the only push of this fit comes now, at its "
+                "end, and every batch was made by the weights that it began with"
             )
         else:
+            owner = f" that owns what is mapped, {self.weight_update_map}" if self.weight_update_map else ""
             rank_zero_warn(
                 f"nothing was pushed: no optimizer step was counted in {self._fit.batches} batches; does "
-                f"{type(pl_module).__name__} step an optimizer that owns what is mapped, {self.weight_update_map}?"
+                f"{type(pl_module).__name__} step an optimizer{owner}?"
             )
 
     def _stop(self, timeout: float = 10.0) -> None:

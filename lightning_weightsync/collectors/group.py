@@ -61,7 +61,7 @@ class CollectorGroup(GroupWeights):
             worker that gets on does not, however long its batches take. A collector that does not tell of its progress
             (``Collector.progress``) may take so long for a whole batch. ``None``: any time. Without worker processes
             nobody watches.
-        seed: Base of every worker's seed; ``None`` takes ``torch.initial_seed()``.
+        seed: Base of every worker's seed, at least 0; ``None`` takes ``torch.initial_seed()``.
         threads_per_worker: Cap on each worker's compute threads.
         launcher: ``"local"``: child processes of this one.
 
@@ -104,6 +104,7 @@ class CollectorGroup(GroupWeights):
             ("max_restarts", max_restarts, 0),
             ("threads_per_worker", threads_per_worker, 1),
             ("max_staleness", max_staleness, 0),
+            ("seed", seed, 0),
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: at least {least}")

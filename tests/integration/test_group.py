@@ -195,6 +195,7 @@ def test_collecting_in_this_process_leaves_the_random_streams_alone():
         ({"num_workers": -1}, ValueError, "num_workers=-1: at least 0"),
         ({"batches_per_epoch": 0}, ValueError, "batches_per_epoch=0: at least 1"),
         ({"max_restarts": -1}, ValueError, "max_restarts=-1: at least 0"),
+        ({"seed": -1}, ValueError, "seed=-1: at least 0"),
         ({"launcher": "slurm"}, NotImplementedError, "launcher='slurm' is not there yet"),
         ({"collector": 7}, TypeError, "int is not callable"),
     ],
