@@ -164,7 +164,7 @@ class Target:
         """A group that runs travels as one that goes on after it: processes stay where they are."""
         state = self.__dict__ | {"_under_way": []}
         if self.group is not None and self.group.running:
-            state["group"] = state["collector"] = _successor(self.group)
+            state["group"] = state["collector"] = self.group.successor()
         return state
 
     def __repr__(self) -> str:
@@ -173,21 +173,3 @@ class Target:
     @property
     def _name(self) -> str:
         return type(self.collector if self.collector is not None else self.sender).__name__
-
-
-def _successor(group: CollectorGroup) -> CollectorGroup:
-    """A group of the same configuration that has not been started, and goes on after this one's counts."""
-    successor = CollectorGroup(
-        group.collector,
-        group.num_workers,
-        weight_sync_schemes=group.weight_sync_schemes,
-        sync=group.sync,
-        max_staleness=group.max_staleness,
-        batches_per_epoch=group.batches_per_epoch,
-        max_restarts=group.max_restarts,
-        env_timeout=group.env_timeout,
-        seed=group.seed,
-        threads_per_worker=group.threads_per_worker,
-    )
-    successor.load_state_dict(group.state_dict())
-    return successor

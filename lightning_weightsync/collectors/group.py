@@ -132,6 +132,23 @@ class CollectorGroup(GroupWeights):
         self._memory = BatchMemory()
         self._starts = 0
 
+    def successor(self) -> CollectorGroup:
+        """A group of the same arguments that has not been started, and goes on after this one's counts."""
+        successor = CollectorGroup(
+            self.collector,
+            self.num_workers,
+            weight_sync_schemes=self.weight_sync_schemes,
+            sync=self.sync,
+            max_staleness=self.max_staleness,
+            batches_per_epoch=self.batches_per_epoch,
+            max_restarts=self.max_restarts,
+            env_timeout=self.env_timeout,
+            seed=self.seed,
+            threads_per_worker=self.threads_per_worker,
+        )
+        successor.load_state_dict(self.state_dict())
+        return successor
+
     # --- life cycle ----------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
