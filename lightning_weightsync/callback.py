@@ -28,13 +28,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_weightsync.cadence import Cadence, IntervalUnit, OptimizerStepCounter, owning_optimizers
+from lightning_weightsync.cadence import Cadence, IntervalUnit
 from lightning_weightsync.collectors.group import GRACE_AFTER_FAILURE, CollectorGroup
 from lightning_weightsync.figures import Figures
 from lightning_weightsync.paths import PathError
 from lightning_weightsync.ranks import RankWatch, separate_sweeps, sharded_parameter, sharding_strategy
 from lightning_weightsync.schemes.renamed import NameMap
 from lightning_weightsync.sources import Sources
+from lightning_weightsync.steps import OptimizerStepCounter, owning_optimizers
 from lightning_weightsync.targets import Target
 
 log = logging.getLogger(__name__)
@@ -240,7 +241,7 @@ class UpdateWeights(pl.Callback):
         self._stop_counting()
         if self._fit.batches and self.num_pushes == self._fit.pushes_before:
             self._warn_of_no_push(pl_module)
-        pushed = self._cadence.stale
+        pushed = self._cadence.unpushed
         if pushed:
             self._push()
         self._target.wait()
@@ -428,7 +429,7 @@ class UpdateWeights(pl.Callback):
             self._steps = None
 
     def _warn_of_no_push(self, pl_module: pl.LightningModule) -> None:
-        if self._cadence.stale:
+        if self._cadence.unpushed:
             rank_zero_warn(
                 f"update_weights_interval={self.update_weights_interval} ({self.interval_unit}) is longer than the "
                 f"{self._cadence.pending:.6g} counted since the last push: the only push of this fit comes now, at its "
