@@ -80,12 +80,12 @@ class OptimizerStepCounter:
             self._on_step()
 
 
-def owning_optimizers(optimizers: Iterable[object], parameters: Iterable[Tensor]) -> list[Any]:
+def owning_optimizers(optimizers: Iterable[object], parameters: Iterable[Tensor] | None) -> list[Any]:
     """Those optimizers that own at least one of the parameters, compared by identity.
 
     Args:
         optimizers: Optimizers or LightningOptimizers; the latter are unwrapped in what is returned.
-        parameters: For example those of the mapped modules.
+        parameters: For example those of the mapped modules; ``None`` where they are not known: any may own them.
 
     Returns:
         The owners, each once, in the order given.
@@ -93,6 +93,8 @@ def owning_optimizers(optimizers: Iterable[object], parameters: Iterable[Tensor]
     Raises:
         TypeError: Something given has no ``param_groups``.
     """
+    if parameters is None:
+        return list(map(_unwrapped, optimizers))
     wanted = {id(parameter) for parameter in parameters}
     owners: dict[int, Any] = {}
     for optimizer in map(_unwrapped, optimizers):

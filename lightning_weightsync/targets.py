@@ -148,15 +148,27 @@ class Target:
         """What was collected before does not count."""
         self._frames = self.group.frames if self.group is not None else 0
 
-    def new_frames(self, batch: Any) -> int | None:
+    def new_frames(self, batch: Any, *, needed: bool) -> int:
         """What was collected since the last call; where no group counts, the batch is what was collected.
 
-        ``None`` if that cannot be known.
+        Args:
+            batch: What was trained on.
+            needed: Whether not to know is an error; 0 otherwise.
+
+        Raises:
+            TypeError: The number is needed, and cannot be known.
         """
         if self.group is not None:
             before, self._frames = self._frames, self.group.frames
             return self._frames - before
-        return int(batch.numel()) if isinstance(batch, TensorDictBase) else None
+        if isinstance(batch, TensorDictBase):
+            return int(batch.numel())
+        if needed:
+            raise TypeError(
+                f"interval_unit='frames' counts TensorDict batches of a {self._name}; this one is "
+                f"{type(batch).__name__}: use 'batches', 'optim_steps' or 'seconds'"
+            )
+        return 0
 
     # --- copies --------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from lightning_weightsync.collectors.ahead import AheadPool
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.group_record import GroupState
-from lightning_weightsync.collectors.group_weights import GroupWeights
+from lightning_weightsync.collectors.group_weights import GroupWeights, unmatched
 from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.pickling import dumps
 from lightning_weightsync.collectors.pool import WorkerPool
@@ -198,11 +198,9 @@ class CollectorGroup(GroupWeights):
         if self._state is not GroupState.LAUNCHED:
             raise RuntimeError(f"the group is {self._state.value}: launch it before it is connected")
         weights = dict(weights_dict or {})
-        if weights.keys() != self.weight_sync_schemes.keys():
-            raise ValueError(
-                f"weights are given for {sorted(weights)}, and the group has schemes for "
-                f"{sorted(self.weight_sync_schemes)}: connecting needs both to be the same"
-            )
+        reason = unmatched("weights_dict", weights, self.weight_sync_schemes)
+        if reason is not None:
+            raise ValueError(reason)
         pool = self._running_pool()
         counter = pool.hub if isinstance(pool, WorkerPool) else pool
         counter.run, counter.version = self._run, self._version

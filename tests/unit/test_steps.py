@@ -176,6 +176,10 @@ class TestOwningOptimizers:
         assert owning_optimizers([first, second, both, both], nets[0].parameters()) == [first, both]
         assert owning_optimizers([first, second], []) == []
 
+    def test_where_the_parameters_are_not_known_any_optimizer_may_own_them(self, net):
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2)]
+        assert owning_optimizers(optimizers, None) == optimizers
+
     def test_parameters_of_a_later_group_count(self, net):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
         optimizer.add_param_group({"params": [net.bias]})
