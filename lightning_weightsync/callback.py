@@ -219,7 +219,7 @@ class UpdateWeights(pl.Callback):
             self._target.call(self._sources)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The same as ``on_train_start``, if validation runs before training."""
+        """Validate optimizers and connect the group, as ``on_train_start``, where validation runs before training."""
         self._count_steps(trainer, pl_module)
         self._connect()
 
@@ -232,8 +232,8 @@ class UpdateWeights(pl.Callback):
             TypeError: ``interval_unit="optim_steps"``, and an optimizer has no step hooks.
             MisconfigurationException: ``interval_unit="optim_steps"``, and no optimizer owns what is mapped; the
                 module's train loader is a group without a length.
-            WeightSyncError: Connecting failed, see ``CollectorGroup.connect``; so do ``ValueError``, where a getter
-                gives weights for other destinations than the schemes', and ``LayoutMismatchError``.
+            ValueError: A getter gives weights for other destinations than the group has schemes for.
+            WeightSyncError: A worker could not be connected; see ``CollectorGroup.connect``.
         """
         check_length(trainer, self._group)
         self._count_steps(trainer, pl_module)
