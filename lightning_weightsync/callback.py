@@ -1,8 +1,10 @@
-"""WHEN are weights pushed? The Lightning callback: hooks only; what a push is belongs to the collector or sender.
+"""Which hook does what? The Lightning callback, hooks only; what a push is belongs to the collector or sender.
 
-    setup                      everything is validated; a group's interpreters are launched (stage "fit" only)
-    on_sanity_check_start or   a group is connected: restored weights, the version of the checkpoint, before the first
-      on_train_start             batch is pulled (whichever hook comes first); one that is connected is pushed to
+    setup                      all that is known is validated; a group's interpreters are launched (stage "fit" only)
+    on_fit_start               what a module has built meanwhile is validated; others than groups get their first call
+    on_sanity_check_start or   optimizers are validated; a group is connected: restored weights, the version of the
+      on_train_start             checkpoint, before the first batch is pulled (whichever hook comes first); one that is
+                                 connected already is pushed to
     optimizer step             unit "optim_steps": counted, and pushed inside the batch when due
     on_train_batch_end         the other units: counted, and pushed when due; figures are logged
     on_train_end               pushed once more if anything was counted since the last push
@@ -22,18 +24,24 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_weightsync.cadence import Cadence, IntervalUnit, OptimizerStepCounter, owning_optimizers
+from lightning_weightsync.cadence import Cadence, IntervalUnit
 from lightning_weightsync.collectors.group import GRACE_AFTER_FAILURE, CollectorGroup
 from lightning_weightsync.figures import Figures
 from lightning_weightsync.paths import PathError
-from lightning_weightsync.ranks import RankWatch, separate_sweeps, sharded_parameter, sharding_strategy
+from lightning_weightsync.preflight import (
+    builds_later,
+    check_configuration,
+    check_counted,
+    check_length,
+    check_whole,
+)
+from lightning_weightsync.ranks import RankWatch
 from lightning_weightsync.schemes.renamed import NameMap
 from lightning_weightsync.sources import Sources
+from lightning_weightsync.steps import OptimizerStepCounter, owning_optimizers
 from lightning_weightsync.targets import Target
 
 log = logging.getLogger(__name__)
@@ -50,7 +58,8 @@ class UpdateWeights(pl.Callback):
         weight_update_map: Destination (on the collector) -> source path (on the module, then on the trainer), or lines
             ``"destination=source"``. Wins over ``policy_weights_getter``. Several destinations are pushed as one
             version. A path is followed anew for each push; it may name a method without arguments that makes weights.
-        trainer: Bound early; Lightning's hooks would bind it anyway.
+        trainer: Nothing that has to be given: ``setup`` binds the trainer that fits. It is accepted because TorchRL's
+            callback of this name takes it; until ``setup``, it is what ``self.trainer`` says.
         sender: Any object with ``update_weights()``, in place of a collector.
         interval_unit: ``"batches"`` counts finished training batches, accumulated ones too. ``"optim_steps"`` counts
             real steps of the optimizers that own a mapped parameter, and pushes the weights of that very step. With a
@@ -65,9 +74,11 @@ class UpdateWeights(pl.Callback):
             function, see ``Renamed``.
 
     Raises:
-        ValueError: Neither or both of ``collector`` and ``sender``; no source of weights; a bad interval or unit;
-            ``"frames"`` without anything that collects them; a ``name_map`` of something that is not mapped.
-        PathError: A source path that cannot be read.
+        ValueError: Neither or both of ``collector`` and ``sender``, or one without the method that is called; no source
+            of weights for a group; a map or a getter for a sender; ``blocking=False`` without a group; a bad interval
+            or unit; ``"frames"`` without anything that collects them; a ``name_map`` of something that is not mapped.
+        PathError: A source path or a line of the map that cannot be read, or a destination that is given twice. It is a
+            ``ValueError``, too.
         TypeError: An interval that is no number, or a map of another kind.
 
     Attributes:
@@ -167,7 +178,14 @@ class UpdateWeights(pl.Callback):
     # --- start ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Validate paths, map and schemes; launch the group's interpreters, and those of its evaluations."""
+        """Validate all that is known; launch the group's interpreters, and those of its evaluations. Does not block.
+
+        Raises:
+            PathError: A source path leads nowhere, and the module does not build its networks later.
+            MisconfigurationException: Map and schemes differ; the train loader is a group without a length; parameters
+                are not whole in each rank, or its ranks would be in different folders.
+            RuntimeError: The group was started by the process that this one was forked from.
+        """
         if self._group is not None:
             self._group.weights_getter = partial(self._weights_of, trainer, pl_module)
             self._group.rank = trainer.global_rank
@@ -176,13 +194,12 @@ class UpdateWeights(pl.Callback):
         if stage != "fit":
             return
         self._fit = _Fit()
-        self._check_map()
-        self._check_strategy(trainer)
+        self._sources.bind(pl_module, trainer)
+        check_configuration(trainer, self._sources, self._group)
         try:
-            self._resolve(trainer, pl_module)
+            check_whole(self._sources)
         except PathError:
-            # A module that builds its networks in setup() or configure_model() has them only in on_fit_start.
-            if not (is_overridden("setup", pl_module) or is_overridden("configure_model", pl_module)):
+            if not builds_later(pl_module):  # or else it has its networks in on_fit_start
                 raise
         self._watch.stop()
         self._watch = RankWatch.start(trainer.local_rank, trainer.world_size)
@@ -191,27 +208,37 @@ class UpdateWeights(pl.Callback):
             self._group.launch()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Resolve what a module has built meanwhile; first call of a collector or sender that is not a group."""
-        self._resolve(trainer, pl_module)
+        """Validate what a module has built meanwhile; first call of a collector or sender that is not a group.
+
+        Raises:
+            PathError: A source path leads nowhere.
+            MisconfigurationException: A parameter is not whole in this process.
+        """
+        check_whole(self._sources)
         if self._group is None:
             self._target.call(self._sources)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Connect the group, if validation runs before training."""
+        """Validate optimizers and connect the group, as ``on_train_start``, where validation runs before training."""
+        self._count_steps(trainer, pl_module)
         self._connect()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Connect the group, with restored weights, before the first batch is pulled; start counting steps."""
+        """Validate optimizers; connect the group, with restored weights, before the first batch is pulled.
+
+        Blocks until every worker has applied the current version.
+
+        Raises:
+            TypeError: ``interval_unit="optim_steps"``, and an optimizer has no step hooks.
+            MisconfigurationException: ``interval_unit="optim_steps"``, and no optimizer owns what is mapped; the
+                module's train loader is a group without a length.
+            ValueError: A getter gives weights for other destinations than the group has schemes for.
+            WeightSyncError: A worker could not be connected; see ``CollectorGroup.connect``.
+        """
+        check_length(trainer, self._group)
+        self._count_steps(trainer, pl_module)
         self._connect()
         self._fit.pushes_before = self.num_pushes
-        unsized = trainer.num_training_batches == float("inf")
-        if unsized and self._group is not None and trainer.train_dataloader is self._group:
-            raise MisconfigurationException(
-                "Lightning prefetches from a loader without a length, so each batch would be collected before the one "
-                "before it is learned from: give the CollectorGroup batches_per_epoch (or the Trainer an int "
-                "limit_train_batches)"
-            )
-        self._count_steps(trainer, pl_module)
         self._target.start_counting_frames()
         self._cadence.start_clock()
 
@@ -230,7 +257,7 @@ class UpdateWeights(pl.Callback):
     ) -> None:
         """Count the batch, push if that is due, show figures if that is due."""
         self._target.check_under_way()
-        self._cadence.batch_ended(self._new_frames(batch))
+        self._cadence.batch_ended(self._target.new_frames(batch, needed=self._cadence.unit == "frames"))
         self._fit.batches += 1
         if self._cadence.unit != "optim_steps" and self._cadence.due:
             self._push()
@@ -243,7 +270,7 @@ class UpdateWeights(pl.Callback):
         self._stop_counting()
         if self._fit.batches and self.num_pushes == self._fit.pushes_before:
             self._warn_of_no_push(pl_module)
-        pushed = self._cadence.stale
+        pushed = self._cadence.unpushed
         if pushed:
             self._push()
         self._target.wait()
@@ -319,33 +346,6 @@ class UpdateWeights(pl.Callback):
     def _key(self, name: str) -> str:
         return f"{type(self).__name__}[{name}: {', '.join(sorted(self.weight_update_map or ()))}]"
 
-    def _check_map(self) -> None:
-        if self._group is None or self.weight_update_map is None:
-            return
-        destinations, schemes = set(self.weight_update_map), set(self._group.weight_sync_schemes)
-        if destinations != schemes:
-            raise MisconfigurationException(
-                f"weight_update_map has the destinations {sorted(destinations)}, the group's weight_sync_schemes "
-                f"{sorted(schemes)}: without a scheme {sorted(destinations - schemes)}, without a source "
-                f"{sorted(schemes - destinations)}"
-            )
-
-    def _check_strategy(self, trainer: pl.Trainer) -> None:
-        if self._group is not None:
-            self._group.check_process()
-        reason = sharding_strategy(trainer.strategy) if self.weight_update_map is not None else None
-        if reason is None and trainer.world_size > 1:
-            reason = separate_sweeps(trainer.strategy)
-        if reason is not None:
-            raise MisconfigurationException(reason)
-
-    def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """See whether every path leads somewhere; from now on paths are followed from these two."""
-        self._sources.bind(pl_module, trainer)
-        reason = sharded_parameter(self._sources.resolve())
-        if reason is not None:
-            raise MisconfigurationException(reason)
-
     def _weights_of(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """What is evaluated: the sources as they are now."""
         self._sources.bind(pl_module, trainer)
@@ -366,37 +366,22 @@ class UpdateWeights(pl.Callback):
 
         With "batches" too: steps that a module makes in its own ``on_train_batch_end`` come after the last push.
         """
-        optimizers: list[Any] = list(trainer.optimizers)
         needed = self.interval_unit == "optim_steps"
         self._stop_counting()
         try:
-            mapped = self._sources.parameters()
-            if mapped is not None:
-                optimizers = owning_optimizers(optimizers, mapped)
-            self._steps = OptimizerStepCounter(optimizers, self._step_happened)
+            counted = owning_optimizers(trainer.optimizers, self._sources.parameters())
+            if needed:
+                check_counted(counted, pl_module, self._sources)
+            self._steps = OptimizerStepCounter(counted, self._step_happened)
         except TypeError:  # an optimizer without hooks; batches can be counted all the same
             if needed:
                 raise
-        if needed and not optimizers:
-            raise MisconfigurationException(
-                f"interval_unit='optim_steps': no optimizer of {type(pl_module).__name__} owns a parameter of "
-                f"{sorted((self.weight_update_map or {}).values())}; use interval_unit='batches'"
-            )
 
     def _step_happened(self) -> None:
         cadence = self._cadence
         cadence.step_happened()
         if cadence.unit == "optim_steps" and cadence.due:
             self._push()
-
-    def _new_frames(self, batch: Any) -> int:
-        frames = self._target.new_frames(batch)
-        if frames is None and self._cadence.unit == "frames":
-            raise TypeError(
-                f"interval_unit='frames' counts TensorDict batches of a {type(self.collector).__name__}; this one is "
-                f"{type(batch).__name__}: use 'batches', 'optim_steps' or 'seconds'"
-            )
-        return frames or 0
 
     def _push(self) -> None:
         started = time.perf_counter()
@@ -418,16 +403,17 @@ class UpdateWeights(pl.Callback):
             self._steps = None
 
     def _warn_of_no_push(self, pl_module: pl.LightningModule) -> None:
-        if self._cadence.stale:
+        if self._cadence.unpushed:
             rank_zero_warn(
-                f"update_weights_interval={self.update_weights_interval} ({self.interval_unit}) is longer than this "
-                f"run of {self._cadence.pending:.6g}: its only push comes now, at its end, and every batch was made by "
-                "the first weights"
+                f"update_weights_interval={self.update_weights_interval} ({self.interval_unit}) is longer than the "
+                f"{self._cadence.pending:.6g} counted since the last push: the only push of this fit comes now, at its "
+                "end, and every batch was made by the weights that it began with"
             )
         else:
+            owner = f" that owns what is mapped, {self.weight_update_map}" if self.weight_update_map else ""
             rank_zero_warn(
                 f"nothing was pushed: no optimizer step was counted in {self._fit.batches} batches; does "
-                f"{type(pl_module).__name__} step an optimizer that owns what is mapped, {self.weight_update_map}?"
+                f"{type(pl_module).__name__} step an optimizer{owner}?"
             )
 
     def _stop(self, timeout: float = 10.0) -> None:

@@ -148,15 +148,27 @@ class Target:
         """What was collected before does not count."""
         self._frames = self.group.frames if self.group is not None else 0
 
-    def new_frames(self, batch: Any) -> int | None:
+    def new_frames(self, batch: Any, *, needed: bool) -> int:
         """What was collected since the last call; where no group counts, the batch is what was collected.
 
-        ``None`` if that cannot be known.
+        Args:
+            batch: What was trained on.
+            needed: Whether not to know is an error; 0 otherwise.
+
+        Raises:
+            TypeError: The number is needed, and cannot be known.
         """
         if self.group is not None:
             before, self._frames = self._frames, self.group.frames
             return self._frames - before
-        return int(batch.numel()) if isinstance(batch, TensorDictBase) else None
+        if isinstance(batch, TensorDictBase):
+            return int(batch.numel())
+        if needed:
+            raise TypeError(
+                f"interval_unit='frames' counts TensorDict batches of a {self._name}; this one is "
+                f"{type(batch).__name__}: use 'batches', 'optim_steps' or 'seconds'"
+            )
+        return 0
 
     # --- copies --------------------------------------------------------------------------------------------------
 
@@ -164,7 +176,7 @@ class Target:
         """A group that runs travels as one that goes on after it: processes stay where they are."""
         state = self.__dict__ | {"_under_way": []}
         if self.group is not None and self.group.running:
-            state["group"] = state["collector"] = _successor(self.group)
+            state["group"] = state["collector"] = self.group.successor()
         return state
 
     def __repr__(self) -> str:
@@ -173,21 +185,3 @@ class Target:
     @property
     def _name(self) -> str:
         return type(self.collector if self.collector is not None else self.sender).__name__
-
-
-def _successor(group: CollectorGroup) -> CollectorGroup:
-    """A group of the same configuration that has not been started, and goes on after this one's counts."""
-    successor = CollectorGroup(
-        group.collector,
-        group.num_workers,
-        weight_sync_schemes=group.weight_sync_schemes,
-        sync=group.sync,
-        max_staleness=group.max_staleness,
-        batches_per_epoch=group.batches_per_epoch,
-        max_restarts=group.max_restarts,
-        env_timeout=group.env_timeout,
-        seed=group.seed,
-        threads_per_worker=group.threads_per_worker,
-    )
-    successor.load_state_dict(group.state_dict())
-    return successor

@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from lightning_weightsync.collectors.ahead import AheadPool
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.group_record import GroupState
-from lightning_weightsync.collectors.group_weights import GroupWeights
+from lightning_weightsync.collectors.group_weights import GroupWeights, unmatched
 from lightning_weightsync.collectors.inline import InlinePool
 from lightning_weightsync.collectors.pickling import dumps
 from lightning_weightsync.collectors.pool import WorkerPool
@@ -60,7 +60,7 @@ class CollectorGroup(GroupWeights):
             worker that gets on does not, however long its batches take. A collector that does not tell of its progress
             (``Collector.progress``) may take so long for a whole batch. ``None``: any time. Without worker processes
             nobody watches.
-        seed: Base of every worker's seed; ``None`` takes ``torch.initial_seed()``.
+        seed: Base of every worker's seed, at least 0; ``None`` takes ``torch.initial_seed()``.
         threads_per_worker: Cap on each worker's compute threads.
         launcher: ``"local"``: child processes of this one.
 
@@ -103,6 +103,7 @@ class CollectorGroup(GroupWeights):
             ("max_restarts", max_restarts, 0),
             ("threads_per_worker", threads_per_worker, 1),
             ("max_staleness", max_staleness, 0),
+            ("seed", seed, 0),
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: at least {least}")
@@ -128,6 +129,23 @@ class CollectorGroup(GroupWeights):
         self.look_around: Callable[[], None] = _nothing
         self._evaluations: list[Evaluation] = []
         self._starts = 0
+
+    def successor(self) -> CollectorGroup:
+        """A group of the same arguments that has not been started, and goes on after this one's counts."""
+        successor = CollectorGroup(
+            self.collector,
+            self.num_workers,
+            weight_sync_schemes=self.weight_sync_schemes,
+            sync=self.sync,
+            max_staleness=self.max_staleness,
+            batches_per_epoch=self.batches_per_epoch,
+            max_restarts=self.max_restarts,
+            env_timeout=self.env_timeout,
+            seed=self.seed,
+            threads_per_worker=self.threads_per_worker,
+        )
+        successor.load_state_dict(self.state_dict())
+        return successor
 
     # --- life cycle ----------------------------------------------------------------------------------------------
 
@@ -178,11 +196,9 @@ class CollectorGroup(GroupWeights):
         if self._state is not GroupState.LAUNCHED:
             raise RuntimeError(f"the group is {self._state.value}: launch it before it is connected")
         weights = dict(weights_dict or {})
-        if weights.keys() != self.weight_sync_schemes.keys():
-            raise ValueError(
-                f"weights are given for {sorted(weights)}, and the group has schemes for "
-                f"{sorted(self.weight_sync_schemes)}: connecting needs both to be the same"
-            )
+        reason = unmatched("weights_dict", weights, self.weight_sync_schemes)
+        if reason is not None:
+            raise ValueError(reason)
         pool = self._running_pool()
         counter = pool.hub if isinstance(pool, WorkerPool) else pool
         counter.run, counter.version = self._run, self._version

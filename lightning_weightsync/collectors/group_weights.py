@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -200,3 +200,20 @@ class GroupWeights(GroupRecord):
     def _known(self, model_id: str) -> None:
         if model_id not in self.weight_sync_schemes:
             raise ValueError(f"there is no scheme for {model_id!r}; the group has {sorted(self.weight_sync_schemes)}")
+
+
+def unmatched(name: str, destinations: Collection[str], schemes: Collection[str]) -> str | None:
+    """Why these are not the destinations that a group has schemes for, or ``None`` if they are.
+
+    Args:
+        name: What the destinations were given as, for the sentence.
+        destinations: What there are weights for.
+        schemes: ``weight_sync_schemes``.
+    """
+    without_scheme, without_source = sorted(set(destinations) - set(schemes)), sorted(set(schemes) - set(destinations))
+    if not without_scheme and not without_source:
+        return None
+    return (
+        f"{name} is given for {sorted(destinations)}, and the group's weight_sync_schemes for {sorted(schemes)}: "
+        f"without a scheme {without_scheme}, without a source {without_source}"
+    )

@@ -57,7 +57,7 @@ def describe(
         yield "pushes       none: no callback is an UpdateWeights"
     for route in routes:
         yield f"  {maps[route.destination]} -> {route.destination}"
-        what = type(route.target).__name__
+        what = type(route.model).__name__
         yield f"             {what}: {route.leaves} leaves, {size(route.nbytes)}, {_wire(route)}"
         yield f"             {route.transport(group.num_workers)}"
     unknown = [name for name in group.weight_sync_schemes if name not in {route.destination for route in routes}]

@@ -33,13 +33,13 @@ class Route:
 
     Attributes:
         destination: On the collector.
-        target: What is there.
+        model: What is there.
         layout: What travels.
         scheme: How.
     """
 
     destination: str
-    target: Any
+    model: Any
     layout: WeightLayout
     scheme: WeightSyncScheme
 

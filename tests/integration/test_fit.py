@@ -522,21 +522,30 @@ def test_an_interval_longer_than_the_run_is_told_once(unit, length):
     module = TickingLearner()
     recorder = IterableRecorder(module.actor)
     callback = ticking(module, 100, recorder) if unit == "seconds" else make_callback(recorder, 100, unit)
-    text = rf"update_weights_interval=100 \({unit}\) is longer than this run of {length}:"
+    text = rf"update_weights_interval=100 \({unit}\) is longer than the {length} counted since the last push:"
     with pytest.warns(UserWarning, match=text) as caught:
         fit(module, recorder, callback)
     assert sum("is longer than" in str(w.message) for w in caught) == 1
     assert steps_at(recorder.pushed[1:]) == [5]
 
 
-def test_a_run_that_counts_no_step_at_all_is_told_once():
-    class Idle(ManualLearner):
-        def training_step(self, batch, batch_idx):
-            pass
+class Idle(ManualLearner):
+    def training_step(self, batch, batch_idx):
+        pass
 
-    with pytest.warns(UserWarning, match=r"no optimizer step was counted in 3 batches"):
+
+def test_a_run_that_counts_no_step_at_all_is_told_once():
+    text = r"no optimizer step was counted in 3 batches; .* that owns what is mapped, \{'policy': 'actor'\}\?"
+    with pytest.warns(UserWarning, match=text):
         pushed, callback = recorded(Idle(), 1, "optim_steps", Rows(3))
     assert not pushed and callback.num_pushes == 0
+
+
+@pytest.mark.parametrize("given", [{"sender": Other()}, {"collector": Recorder(), "policy_weights_getter": dict}])
+def test_where_nothing_is_mapped_the_warning_names_no_map(given):
+    text = r"no optimizer step was counted in 3 batches; does Idle step an optimizer\?"
+    with pytest.warns(UserWarning, match=text):
+        fit(Idle(), Rows(3), UpdateWeights(**given, interval_unit="optim_steps"))
 
 
 def test_a_cadence_that_fits_the_run_is_silent():
@@ -757,18 +766,60 @@ def test_what_no_optimizer_owns_cannot_be_counted_in_steps():
         fit(module, Rows(2), callback)
 
 
+class Validated(Learner):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class Unhooked:
+    """All that Lightning wants of an optimizer, without hooks."""
+
+    def __init__(self, parameters):
+        self._sgd = torch.optim.SGD(parameters, lr=0.1)
+        self.param_groups, self.defaults, self.state = self._sgd.param_groups, self._sgd.defaults, self._sgd.state
+        self.step, self.zero_grad = self._sgd.step, self._sgd.zero_grad
+        self.state_dict, self.load_state_dict = self._sgd.state_dict, self._sgd.load_state_dict
+
+
 @pytest.mark.parametrize("validated", [False, True])
-def test_a_group_without_a_length_is_refused_under_fit(validated, no_leftovers):
+@pytest.mark.parametrize(
+    ("source", "optimizer", "error", "text"),
+    [
+        ("frozen", torch.optim.SGD, MisconfigurationException, r"no optimizer of Validated owns a parameter of"),
+        ("actor", Unhooked, TypeError, "the steps of Unhooked cannot be counted"),
+    ],
+)
+def test_steps_that_cannot_be_counted_are_found_before_workers_are_connected(
+    source, optimizer, error, text, validated, no_leftovers
+):
+    module, group, connected = Validated(), make_group(0), []
+    module.frozen = Policy(3)
+    module.configure_optimizers = lambda: optimizer(module.actor.parameters())
+    group.connect = connected.append
+    trainer = make_trainer(make_callback(group, 1, "optim_steps", weight_update_map={"policy": source}))
+    with pytest.raises(error, match=text):
+        trainer.fit(module, group, Rows(1) if validated else None)
+    assert not connected and not group.running
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_group_without_a_length_is_refused_before_any_worker_starts(validated, no_leftovers):
     """Lightning prefetches from a loader without a length: batch k + 1 would be collected before batch k is learned."""
-
-    class Validated(Learner):
-        def validation_step(self, batch, batch_idx):
-            pass
-
     group = make_group(0, length=None)
     trainer = make_trainer(make_callback(group))
-    with pytest.raises((MisconfigurationException, RuntimeError), match="batches_per_epoch"):
+    with pytest.raises(MisconfigurationException, match="give the CollectorGroup batches_per_epoch"):
         trainer.fit(Validated(), group, Rows(1) if validated else None)
+    assert group.stats() == {}, "workers were started"
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_group_without_a_length_is_refused_where_the_module_makes_the_loader(validated, no_leftovers):
+    """Lightning asks for that loader when workers have been started, and when it validates first, connected."""
+    module, group = Validated(), make_group(0, length=None)
+    module.train_dataloader = lambda: group
+    trainer = make_trainer(make_callback(group))
+    with pytest.raises(MisconfigurationException if validated else RuntimeError, match="batches_per_epoch"):
+        trainer.fit(module, val_dataloaders=Rows(1) if validated else None)
     assert not group.running
 
 

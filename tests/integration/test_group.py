@@ -1,5 +1,6 @@
 """A group of workers without Lightning: life cycle, batches, versions, faults, seeds, state."""
 
+import inspect
 import os
 import pickle
 import random
@@ -196,6 +197,7 @@ def test_collecting_in_this_process_leaves_the_random_streams_alone():
         ({"num_workers": -1}, ValueError, "num_workers=-1: at least 0"),
         ({"batches_per_epoch": 0}, ValueError, "batches_per_epoch=0: at least 1"),
         ({"max_restarts": -1}, ValueError, "max_restarts=-1: at least 0"),
+        ({"seed": -1}, ValueError, "seed=-1: at least 0"),
         ({"launcher": "slurm"}, NotImplementedError, "launcher='slurm' is not there yet"),
         ({"collector": 7}, TypeError, "int is not callable"),
     ],
@@ -203,6 +205,30 @@ def test_collecting_in_this_process_leaves_the_random_streams_alone():
 def test_wrong_arguments_are_refused_before_anything_starts(arguments, error, text):
     with pytest.raises(error, match=text):
         CollectorGroup(**{"collector": gym_collector, "num_workers": 1, **arguments})
+
+
+def test_a_successor_is_given_every_argument_and_goes_on_after_the_counts():
+    given = {
+        "collector": Stream,
+        "num_workers": 3,
+        "weight_sync_schemes": {"policy": DistributedWeightSyncScheme()},
+        "sync": False,
+        "max_staleness": 2,
+        "batches_per_epoch": 7,
+        "max_restarts": 5,
+        "env_timeout": 11.0,
+        "seed": 13,
+        "threads_per_worker": 17,
+        "launcher": "local",
+    }
+    assert given.keys() == inspect.signature(CollectorGroup).parameters.keys(), "one that is not its default for each"
+    group = CollectorGroup(**given)
+    group.restore_version(run=4, version=5, incarnation=6)
+    made = group.successor()
+    assert made is not group and (made.run, made.version, made.incarnation) == (6, 5, 8)
+    public = {name: value for name, value in vars(group).items() if not name.startswith("_")}
+    assert public == {name: getattr(made, name) for name in public}
+    assert given.keys() - public.keys() == {"launcher"}
 
 
 def test_a_group_has_a_length_only_if_it_was_given_one():

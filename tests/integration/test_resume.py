@@ -121,6 +121,14 @@ def test_what_was_counted_before_the_checkpoint_counts_after_it(unit, make_modul
     assert [b["policy_version"].unique().tolist() for b in audit.batches] == [[1], [1], [2], [2], [2], [3], [3], [3]]
 
 
+def test_what_the_checkpoint_had_counted_is_not_taken_for_this_fits(path):
+    """Saved after 5 batches, 3 are left: none of the two fits pushes before its end."""
+    run(save=SaveAt(path, 5), interval=10)
+    with pytest.warns(UserWarning, match="is longer than the 8 counted since the last push: the only push of this fit"):
+        *_, callback, audit = run(ckpt_path=path, interval=10)
+    assert callback.num_pushes == 1 and len(audit.batches) == 3
+
+
 def test_the_cadence_may_change_on_resume(path):
     run(save=SaveAt(path, 3), interval=3)
     *_, callback, audit = run(ckpt_path=path, interval=2, unit="optim_steps")
