@@ -112,7 +112,7 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
         # A worker's policy arrives without the values of any tensor, and these are not in the layout that travels.
         self._constants = _constants_of(model) if model is not None else {}
         if hasattr(context, "pipes"):
-            self._sender_hub()._watcher = self._processes = _Processes(context)
+            self._sender_hub().watcher = self._processes = _Processes(context)
 
     def init_on_receiver(
         self,
