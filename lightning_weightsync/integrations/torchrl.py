@@ -36,7 +36,6 @@ from torchrl.weight_update import WeightSyncScheme as _TheirScheme
 from lightning_weightsync.errors import LayoutMismatchError, WorkerDied, WorkerError
 from lightning_weightsync.paths import resolve
 from lightning_weightsync.schemes.distributed import DistributedWeightSyncScheme
-from lightning_weightsync.schemes.extra_state import stateful_parts
 from lightning_weightsync.schemes.forward_gate import gate_forward
 from lightning_weightsync.schemes.push import PerWorker, is_per_worker
 from lightning_weightsync.schemes.strategy import Weights, WeightStrategy, module_parts, non_persistent, unwrap
@@ -287,21 +286,11 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
     def _retarget(self, model: nn.Module) -> None:
         """The collector uses another object than the one that it was given: a copy, perhaps on another device."""
         staged = self._receiving()
-        old = staged.target
-        if model is old:
+        if model is staged.target:
             return
         materialize(model, self._constants)
         with self.gate.alone():
-            if self._connected:
-                self.strategy.apply_weights(model, old)
-                parts = stateful_parts(model)
-                for key, part in stateful_parts(old).items():
-                    parts[key].set_extra_state(part.get_extra_state())
-                for leaf, _ in staged._switched:
-                    leaf.data = leaf.data.clone()  # it viewed a slot, which is going to be written again
-            staged.target = model
-            if self._connected:
-                staged.bind(staged.layout, extra_keys=staged._extra_keys, casts=staged._casts)
+            staged.rebind(model)
         self._gate_forward(model)
 
     def _tell_context(self, model: Any, version: int) -> None:
