@@ -38,7 +38,7 @@ from lightning_weightsync.paths import resolve
 from lightning_weightsync.schemes.distributed import DistributedWeightSyncScheme
 from lightning_weightsync.schemes.forward_gate import gate_forward
 from lightning_weightsync.schemes.push import PerWorker, is_per_worker
-from lightning_weightsync.schemes.strategy import Weights, WeightStrategy, module_parts, non_persistent, unwrap
+from lightning_weightsync.schemes.strategy import Weights, module_parts, non_persistent, unwrap
 from lightning_weightsync.transports.pushing import PushHandle
 from lightning_weightsync.transports.rendezvous import StoreInfo
 
@@ -68,11 +68,9 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
 
     def _reset(self) -> None:
         super()._reset()
-        self._context_ref: Callable[[], Any] = _nobody
         self._connected = False
         self._unfilled: set[str] = set()
         self._sender_pid: int | None = None
-        self._ungate: Callable[[], None] | None = None
         self._processes: _Processes | None = None
         self._watch: _EndWatch | None = None
 
@@ -103,9 +101,7 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
         """
         if model is None and weights is None and context is not None:
             model = _model_of(context, model_id)
-        count = num_workers if num_workers is not None else getattr(context, "num_workers", None)
-        super().init_on_sender(model_id, model=model, weights=weights, num_workers=count)
-        self.context = context
+        super().init_on_sender(model_id, context, model=model, weights=weights, num_workers=num_workers)
         self._sender_pid = os.getpid()
         self._first_index = 1 if _numbers_from_one(context) else 0
         # A worker's policy arrives without the values of any tensor, and these are not in the layout that travels.
@@ -123,7 +119,7 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
         store_info: StoreInfo | None = None,
         safe_point: Literal["gate", "forward"] = "forward",
     ) -> None:
-        """See ``WeightSyncScheme``. Called in a worker; gates the model's ``forward``.
+        """See ``WeightSyncScheme``. Called in a worker.
 
         Args:
             model_id: The destination.
@@ -131,21 +127,26 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
             model: The live model; found on the context where it is not given.
             worker_idx: In TorchRL's numbering.
             store_info: Only where the scheme was not pickled over after ``init_on_sender``.
-            safe_point: Always ``"forward"``: nobody here knows of gates.
+            safe_point: ``"forward"``, since nobody in TorchRL knows of gates; ``"gate"`` is for a loop of your own.
 
         Raises:
             ValueError: There is no model.
+            TypeError: The model is no module, and has no ``forward``.
         """
         if self._sender_pid not in (None, os.getpid()):
             self.__setstate__(self.__getstate__())  # a fork: this is the sender's copy, not a receiver's
         if model is None and context is not None:
             model = _model_of(context, model_id)
         self.sync = False  # here: a background thread receives
-        super().init_on_receiver(model_id, model=model, worker_idx=self._our_index(worker_idx), store_info=store_info)
-        staged = self._receiving()
-        staged.applied_hooks.append(self._tell_context)
+        super().init_on_receiver(
+            model_id,
+            model=model,
+            worker_idx=self._our_index(worker_idx),
+            store_info=store_info,
+            safe_point=safe_point,
+        )
+        self._receiving().applied_hooks.append(self._tell_context)
         self._unfilled = materialize(model, self._constants) if isinstance(model, nn.Module) else set()
-        self._gate_forward(model)
         self.context = context
 
     def connect(
@@ -191,27 +192,21 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
         return self.initialized_on_receiver and self._connected
 
     @property
-    def context(self) -> Any:
-        """The collector, or ``None``; held weakly, so that dropping a collector still shuts it down."""
-        return self._context_ref()
-
-    @context.setter
-    def context(self, context: Any) -> None:
-        if self._role == "receiver" and getattr(context, "cudagraphed_policy", False):
-            raise ValueError(
-                "cudagraph_policy=True replays the policy without calling its forward, which is where weights are kept "
-                "from changing under it: use compile_policy"
-            )
-        self._context_ref = _nobody if context is None else weakref.ref(context)
-
-    @property
     def model(self) -> Any:
         """The module that is read (sender) or written (receiver). A receiver's may be replaced by a copy of it."""
         return self._staged.target if self._staged is not None else self._source
 
     @model.setter
     def model(self, model: nn.Module) -> None:
-        self._retarget(model)
+        staged = self._receiving()
+        if model is staged.target:
+            return
+        materialize(model, self._constants)
+        with self.gate.alone():
+            staged.rebind(model)
+        if self._open_forward is not None:
+            open_before, self._open_forward = self._open_forward, gate_forward(model, self.gate)
+            open_before()
 
     def send(self, weights: Weights | PerWorker | None = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """See ``WeightSyncScheme``; what ``update_policy_weights_`` calls.
@@ -234,22 +229,27 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
         self.safe_point()
         return None
 
-    def prepare_weights(
-        self, weights: Weights | str | None, model_id: str, strategy: WeightStrategy, context: Any = None
-    ) -> TensorDict | dict[str, Tensor]:
-        """See ``WeightSyncScheme``."""
-        return super().prepare_weights(weights, model_id, strategy, self.context if context is None else context)
-
     def shutdown(self) -> None:
         """See ``WeightSyncScheme``. Happens by itself when the collector has shut down."""
         if self._watch is not None:
             self._watch.stop()
-        if self._ungate is not None:
-            self._ungate()
-            self._ungate = None
         super().shutdown()
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _context(self) -> Any:
+        """The collector, or ``None``; held weakly, so that dropping a collector still shuts it down."""
+        return self._context_ref()
+
+    @_context.setter
+    def _context(self, context: Any) -> None:
+        if self._role == "receiver" and getattr(context, "cudagraphed_policy", False):
+            raise ValueError(
+                "cudagraph_policy=True replays the policy without calling its forward, which is where weights are kept "
+                "from changing under it: use compile_policy"
+            )
+        self._context_ref: Callable[[], Any] = _nobody if context is None else weakref.ref(context)
 
     def _our_index(self, worker_idx: int | None) -> int | None:
         """TorchRL's index of a worker in our 0-based numbering.
@@ -266,12 +266,6 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
         leaves = self.strategy.leaves(weights)
         return {name: leaf for name, leaf in leaves.items() if name not in self._constants}
 
-    def _gate_forward(self, model: Any) -> None:
-        """Move the gate to the ``forward`` of this model."""
-        before, self._ungate = self._ungate, gate_forward(model, self.gate) if isinstance(model, nn.Module) else None
-        if before is not None:
-            before()
-
     def _check_filled(self) -> None:
         unfilled = sorted(self._unfilled - self._receiving().layout.by_name.keys())
         self._unfilled = set()
@@ -283,27 +277,15 @@ class TorchRLWeightSyncScheme(DistributedWeightSyncScheme):
                 missing=unfilled,
             )
 
-    def _retarget(self, model: nn.Module) -> None:
-        """The collector uses another object than the one that it was given: a copy, perhaps on another device."""
-        staged = self._receiving()
-        if model is staged.target:
-            return
-        materialize(model, self._constants)
-        with self.gate.alone():
-            staged.rebind(model)
-        self._gate_forward(model)
-
     def _tell_context(self, model: Any, version: int) -> None:
         """After a switch: a collector counts versions, a collector of collectors hands the weights on."""
         context = self.context
-        if context is None:
-            return
         if isinstance(context, Collector) and not context._weight_sync_schemes:
             # Its update_policy_weights_ would copy the weights over themselves, and then do this.
             if self._connected:
                 context.increment_version()
         elif hasattr(context, "update_policy_weights_"):
-            context.update_policy_weights_(weights=self._receiving().copy(), model_id=self._model_id)
+            self._hand_on(model, version)
 
 
 _TheirScheme.register(TorchRLWeightSyncScheme)

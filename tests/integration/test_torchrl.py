@@ -542,6 +542,26 @@ def test_a_receiver_gates_forward_applies_by_itself_and_ungates_at_the_end(ends:
     assert "forward" not in target.__dict__
 
 
+def test_a_loop_of_ones_own_may_hold_the_gate_itself() -> None:
+    sender, target = TorchRLWeightSyncScheme(), Net()
+    sender.init_on_sender("policy", model=Net(), num_workers=1)
+
+    def received(model: Any, safe_point: str) -> TorchRLWeightSyncScheme:
+        receiver: TorchRLWeightSyncScheme = pickle.loads(pickle.dumps(sender))
+        receiver.init_on_receiver("policy", model=model, worker_idx=0, safe_point=safe_point)
+        return receiver
+
+    with pytest.raises(ValueError, match="safe_point='now': choose 'gate' or 'forward'"):
+        received(target, "now")
+    with pytest.raises(TypeError, match="needs a module"):
+        received(TensorDict.from_module(target), "forward")
+    receivers = [received(target, "gate"), received(TensorDict.from_module(target), "gate")]
+    receivers[0].model = other = Net()
+    assert "forward" not in {*target.__dict__, *other.__dict__}
+    for end in (*receivers, sender):
+        end.shutdown()
+
+
 def test_another_model_assigned_takes_over_what_is_in_force(ends: Callable[..., Ends]) -> None:
     source, target, copy = Net(1.0), Net(2.0), Net(3.0)
     both = ends(source, target)
