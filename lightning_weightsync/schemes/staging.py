@@ -123,6 +123,31 @@ class StagedModel:
         self._leaves = self._find_leaves(layout)
         self.layout = layout
 
+    def rebind(self, target: nn.Module) -> None:
+        """Hold another module from now on: a copy, perhaps on another device. The caller holds the gate alone.
+
+        If a layout is bound, the new target takes over what the old one holds; that keeps it, in memory of its own.
+
+        Args:
+            target: Has the old one's leaves and extra states.
+
+        Raises:
+            LayoutMismatchError: It has others; the old target stays bound.
+        """
+        before, self.target = self.target, target
+        if self._leaves is None:
+            return
+        try:
+            self.strategy.apply_weights(target, before)
+            held = stateful_parts(before)
+            for key, part in stateful_parts(target).items():
+                if key in held:
+                    part.set_extra_state(held[key].get_extra_state())
+            self._leaves = self._find_leaves(self.layout)
+        except BaseException:
+            self.target = before
+            raise
+
     def apply(self, slot: SlotMemory, extra: dict[str, Any], *, keep_backup: bool) -> None:
         """Make the live leaves hold what the slot holds. The caller holds the gate alone.
 

@@ -66,6 +66,7 @@ class LinkHub:
         watcher: Told of by ``cause_of_death``; ``None`` where workers are nobody's children here.
 
     Attributes:
+        watcher: May be set until workers connect.
         run: Grows with every start of a sender.
         version: Of the newest push.
         values: Schedule values that came into force with it; every push carries all of them. Replaced, never changed.
@@ -98,7 +99,7 @@ class LinkHub:
         self.bytes_saved = 0
         self.pushing = threading.RLock()
         self.dispatcher = Dispatcher(heartbeat_timeout, self.lose)
-        self._watcher = watcher
+        self.watcher = watcher
         self._rendezvous = Rendezvous(host, local=local)
         self._generations: dict[int, int] = {}
         self._joining: dict[int, WorkerLink] = {}
@@ -348,9 +349,9 @@ class LinkHub:
     def _watch_missing(self, missing: set[int]) -> None:
         if self._closed.is_set():
             raise WeightSyncError("the sender was shut down while it waited for its workers")
-        if self._watcher is None:
+        if self.watcher is None:
             return
-        dead = {i: c for i in sorted(missing) if (c := self._watcher.cause_of_death(i, 0.0)) is not None}
+        dead = {i: c for i in sorted(missing) if (c := self.watcher.cause_of_death(i, 0.0)) is not None}
         raise_failures(dead, "waiting for workers to connect")
 
     def lose(self, link: WorkerLink, phase: str, seconds: float, error: Exception) -> Exception:
@@ -361,7 +362,7 @@ class LinkHub:
             link.end()
             return WeightSyncError(f"{who}: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
         cause: Exception
-        death = self._watcher.cause_of_death(link.worker_idx, 0.5) if self._watcher and _is_end(error) else None
+        death = self.watcher.cause_of_death(link.worker_idx, 0.5) if self.watcher and _is_end(error) else None
         if death is not None:
             cause = death
         elif isinstance(error, TimeoutError):

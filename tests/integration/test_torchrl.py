@@ -9,6 +9,7 @@ import hashlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -40,7 +41,8 @@ from lightning_weightsync.errors import (  # noqa: E402
     WorkerDied,
     WorkerError,
 )
-from lightning_weightsync.integrations.torchrl import TorchRLWeightSyncScheme, materialize  # noqa: E402
+from lightning_weightsync.integrations.torchrl import TorchRLWeightSyncScheme  # noqa: E402
+from lightning_weightsync.integrations.torchrl_policy import materialize  # noqa: E402
 
 WORKERS, STEPS, LAYERS = 2, 4, 6
 TABLE = 42.0
@@ -454,6 +456,62 @@ def test_a_policy_that_is_replayed_as_a_graph_is_refused() -> None:
         pass
 
 
+# --- their distributed collector -------------------------------------------------------------------------------------
+
+
+def free_port() -> str:
+    """Their collector listens on it, and on the next one if that is free."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return str(taken.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", [Collector, MultiSyncCollector], ids=["one process", "two processes"])
+def test_a_distributed_collector_follows_and_its_ranks_are_told_apart(
+    inner: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl.collectors.distributed import DistributedCollector
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # theirs are undone with it
+    policy, before = Policy(7.0), threads_of_ours()
+    scheme = TorchRLWeightSyncScheme(timeout=30.0)
+    collector = DistributedCollector(
+        [Env] * 2,
+        policy,
+        policy_factory=make_policy,
+        collector_class=inner,
+        num_workers_per_collector=1,
+        frames_per_batch=2 * STEPS,
+        total_frames=5 * 2 * STEPS,
+        sync=True,
+        launcher="mp",
+        backend="gloo",
+        tcp_port=free_port(),
+        weight_sync_schemes={"policy": scheme},
+    )
+    try:
+        expected = [[7.0, 7.0], [1.0, 1.0], [2.0, 2.0], [50.0, 3.0], [4.0, 4.0]]
+        for value, batch in enumerate(collector):
+            assert [set(part["bias"].flatten().tolist()) for part in batch] == [{part} for part in expected[value]]
+            assert len(set(batch["pid"].flatten().tolist())) == 2
+            if inner is Collector:  # what is handed on has no extra state
+                values(batch)
+            set_all(policy.net, value + 1.0)
+            collector.update_policy_weights_(policy)
+            if value == 2:
+                collector.update_policy_weights_(Policy(50.0), worker_ids=[0])
+                assert bias(policy.net) == 3.0, "the collector's own policy is not touched"
+        assert value == len(expected) - 1
+        processes = collector.jobs
+    finally:
+        collector.shutdown()
+    assert not scheme.initialized_on_sender
+    assert wait_until(lambda: len(threads_of_ours()) <= len(before)), threads_of_ours()
+    assert wait_until(lambda: not any(process.is_alive() for process in processes))
+
+
 # --- the bridge alone: both ends in this process ---------------------------------------------------------------------
 
 
@@ -540,6 +598,26 @@ def test_a_receiver_gates_forward_applies_by_itself_and_ungates_at_the_end(ends:
     assert "forward" in target.__dict__
     both.receiver.shutdown()
     assert "forward" not in target.__dict__
+
+
+def test_a_loop_of_ones_own_may_hold_the_gate_itself() -> None:
+    sender, target = TorchRLWeightSyncScheme(), Net()
+    sender.init_on_sender("policy", model=Net(), num_workers=1)
+
+    def received(model: Any, safe_point: str) -> TorchRLWeightSyncScheme:
+        receiver: TorchRLWeightSyncScheme = pickle.loads(pickle.dumps(sender))
+        receiver.init_on_receiver("policy", model=model, worker_idx=0, safe_point=safe_point)
+        return receiver
+
+    with pytest.raises(ValueError, match="safe_point='now': choose 'gate' or 'forward'"):
+        received(target, "now")
+    with pytest.raises(TypeError, match="needs a module"):
+        received(TensorDict.from_module(target), "forward")
+    receivers = [received(target, "gate"), received(TensorDict.from_module(target), "gate")]
+    receivers[0].model = other = Net()
+    assert "forward" not in {*target.__dict__, *other.__dict__}
+    for end in (*receivers, sender):
+        end.shutdown()
 
 
 def test_another_model_assigned_takes_over_what_is_in_force(ends: Callable[..., Ends]) -> None:

@@ -667,3 +667,82 @@ def test_another_layout_moves_the_target_into_another_window():
     filled = other.fill()
     staged.apply(filled.slot, filled.extra, keep_backup=False)
     assert (target["a"].unique().tolist(), target["b"].unique().tolist()) == ([3.0], [4.0])
+
+
+# --- another object in the target's place ----------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Has extra state."""
+
+    def __init__(self, count=0, seed=0):
+        super().__init__()
+        self.inner = randomise(nn.Linear(3, 2), seed)
+        self.count = count
+
+    def get_extra_state(self):
+        return self.count
+
+    def set_extra_state(self, state):
+        self.count = state
+
+
+def test_another_target_takes_over_what_is_in_force_and_every_later_version(strategy):
+    source, before, target = Counting(5, seed=1), Counting(), Counting(seed=7)
+    staged = bound(before, source, strategy)
+    pushed(staged, source)
+    identities = [id(parameter) for parameter in target.parameters()]
+    staged.rebind(target)
+    assert staged.target is target
+    held = values(before.inner)
+    assert_same_bits(values(target.inner), held)
+    assert (target.count, before.count) == (5, 5)
+    source.count = 6
+    for seed in (2, 3, 4, 5):  # each slot again
+        randomise(source.inner, seed)
+        pushed(staged, source)
+        assert_same_bits(values(target.inner), values(source.inner))
+        assert_same_bits(values(before.inner), held)
+    assert (target.count, before.count) == (6, 5)
+    assert [id(parameter) for parameter in target.parameters()] == identities
+    assert staged.holds_slot == (strategy is SWITCHED)
+
+
+def test_a_target_that_was_replaced_keeps_its_ties():
+    def tied_by_memory():
+        model = Tied(tied=False)
+        model.decoder.weight.data = model.encoder.weight.data
+        return model
+
+    source, before, target = randomise(Tied(), 1), tied_by_memory(), tied_by_memory()
+    staged = switched(before, source)
+    staged.rebind(target)
+    assert before.encoder.weight.data_ptr() == before.decoder.weight.data_ptr()
+    pushed(staged, randomise(source, 2))
+    assert target.encoder.weight.data_ptr() == target.decoder.weight.data_ptr()
+    assert_same_bits(values(target), values(source))
+
+
+def test_another_target_before_a_layout_is_bound_is_left_as_it_is():
+    target = randomise(nn.Linear(3, 2), 2)
+    held = values(target)
+    staged = StagedModel("policy", nn.Linear(3, 2), SWITCHED, may_switch=True)
+    staged.rebind(target)
+    assert_same_bits(values(target), held)
+    staged.bind(layout_of(target))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [nn.ModuleDict({"inner": nn.Linear(2, 2)}), nn.ModuleDict({"inner": nn.Linear(3, 2)})],
+    ids=["shape", "extra state"],
+)
+def test_another_target_that_does_not_fit_is_refused_and_the_first_one_stays(other):
+    source, target = Counting(5, seed=1), Counting()
+    staged = switched(target, source)
+    with pytest.raises(LayoutMismatchError):
+        staged.rebind(other)
+    assert staged.target is target
+    randomise(source.inner, 2)
+    pushed(staged, source)
+    assert_same_bits(values(target.inner), values(source.inner))
