@@ -8,7 +8,6 @@ per closure call of LBFGS.
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
@@ -16,6 +15,8 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from lightning_weightsync.wording import nearest
 
 __all__ = ["Cadence", "IntervalUnit", "OptimizerStepCounter", "owning_optimizers"]
 
@@ -62,9 +63,7 @@ class Cadence:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if unit not in _UNITS:
-            close = difflib.get_close_matches(str(unit), _UNITS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"interval_unit={unit!r} is none of {', '.join(map(repr, _UNITS))}{hint}")
+            raise ValueError(f"interval_unit={unit!r} is none of {', '.join(map(repr, _UNITS))}{nearest(unit, _UNITS)}")
         _check_interval(interval, unit)
         self.interval = interval
         self.unit: IntervalUnit = unit  # type: ignore[assignment]

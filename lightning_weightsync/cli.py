@@ -16,7 +16,8 @@ import sys  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, nearest, tell  # noqa: E402
+from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, tell  # noqa: E402
+from lightning_weightsync.wording import ended, nearest  # noqa: E402
 
 HELP = """\
 lightning-weightsync: reinforcement learning in a Lightning Trainer, with collector processes in sync

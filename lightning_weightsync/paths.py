@@ -6,13 +6,14 @@ keys. ``nets.0.q`` and ``nets[0].q`` are the same path, so that ``state_dict`` n
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from lightning_weightsync.wording import nearest_or_listed
 
 __all__ = [
     "Attribute",
@@ -35,7 +36,6 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _GRAMMAR = "a path is names, [int] and ['key'], for example loss_module.nets[0]['q']"
-_NAMES_SHOWN = 8
 
 
 class PathError(ValueError):
@@ -246,13 +246,13 @@ def _step(here: object, segment: Segment) -> Any:
     keys = _keys(here)
     if keys is not None:
         if wanted not in keys:
-            raise _StepError(f"no key {wanted!r}{_what_exists(str(wanted), keys)}")
+            raise _StepError(f"no key {wanted!r}{nearest_or_listed(str(wanted), keys)}")
     elif isinstance(wanted, str):
-        raise _StepError(f"it has no string keys{_what_exists(wanted, _attribute_names(here))}")
+        raise _StepError(f"it has no string keys{nearest_or_listed(wanted, _attribute_names(here))}")
     else:
         length = _length(here)
         if length is None:
-            raise _StepError(f"it cannot be indexed{_what_exists(str(wanted), _attribute_names(here))}")
+            raise _StepError(f"it cannot be indexed{nearest_or_listed(str(wanted), _attribute_names(here))}")
         if not -length <= wanted < length:
             allowed = f"{-length} to {length - 1} are allowed" if length else "it is empty"
             raise _StepError(f"index {wanted} is out of range: the length is {length}, {allowed}")
@@ -267,7 +267,7 @@ def _attribute(here: object, name: str) -> Any:
     try:
         return getattr(here, name)
     except AttributeError:
-        hint = f"; write ['{name}']" if name in (_keys(here) or ()) else _what_exists(name, _attribute_names(here))
+        hint = f"; write ['{name}']" if name in (_keys(here) or ()) else nearest_or_listed(name, _attribute_names(here))
         raise _StepError(f"no attribute {name!r}{hint}") from None
 
 
@@ -298,14 +298,3 @@ def _attribute_names(here: object) -> list[str]:
     registered = [name for name, _ in (*here.named_children(), *here.named_parameters(recurse=False))]
     others = [name for name in dir(here) if not name.startswith("_") and not hasattr(nn.Module, name)]
     return list(dict.fromkeys(registered + others))
-
-
-def _what_exists(wanted: str, names: Iterable[object]) -> str:
-    existing = [str(name) for name in names]
-    close = difflib.get_close_matches(wanted, existing, n=3)
-    if close:
-        return f"; did you mean {' or '.join(map(repr, close))}?"
-    if not existing:
-        return "; nothing is there"
-    more = len(existing) - _NAMES_SHOWN
-    return f"; there is {', '.join(map(repr, existing[:_NAMES_SHOWN]))}" + (f" and {more} more" if more > 0 else "")

@@ -20,9 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_weightsync.commands import weight_map
-from lightning_weightsync.commands.problems import ConfigError, nearest
+from lightning_weightsync.commands.problems import ConfigError
 from lightning_weightsync.commands.schema import check_arguments, check_tree, find
 from lightning_weightsync.paths import PathError, resolve_first
+from lightning_weightsync.wording import nearest
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_weightsync.commands.application import Application
-from lightning_weightsync.commands.check import size
 from lightning_weightsync.commands.plan import find_routes
 from lightning_weightsync.commands.problems import ConfigError
+from lightning_weightsync.wording import size
 
 if TYPE_CHECKING:
     from lightning_weightsync.collectors.group import CollectorGroup

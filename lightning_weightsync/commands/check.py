@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_weightsync.commands.application import Application
 from lightning_weightsync.commands.plan import Route, find_routes
+from lightning_weightsync.wording import size
 
 if TYPE_CHECKING:
     from lightning_weightsync.callback import UpdateWeights
@@ -78,14 +79,6 @@ def when(update: UpdateWeights, group: CollectorGroup) -> str:
     waits = update.blocking if update.blocking is not None else group.sync
     who = "the trainer waits until every worker has applied it" if waits else "the trainer waits for one copy only"
     return f"every {update.update_weights_interval:g} {unit}; {who}"
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people."""
-    for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if nbytes >= count:
-            return f"{nbytes / count:.3g} {unit}"
-    return f"{nbytes} B"
 
 
 def _name(kind: type) -> str:

@@ -30,8 +30,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_weightsync.commands.application import NODES, read
-from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, listed, nearest, tell
+from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, tell
 from lightning_weightsync.commands.schema import find, has_argument
+from lightning_weightsync.wording import ended, listed, nearest
 
 _NAMING = ("--config-dir", "--config-name", "--config-path", "-cd", "-cn", "-cp")
 _COMPOSING = ("train", "check", "bench")

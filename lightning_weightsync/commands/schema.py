@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from lightning_weightsync.commands.problems import ended, listed, nearest
+from lightning_weightsync.wording import ended, listed, nearest
 
 MISSING = "???"
 _HYDRA_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_weightsync.commands.problems import ConfigError, nearest
+from lightning_weightsync.commands.problems import ConfigError
 from lightning_weightsync.paths import PathError, format_path, parse_path
+from lightning_weightsync.wording import nearest
 
 KEY = "weight_update_map"
 

@@ -278,14 +278,26 @@ def test_doctor_says_what_is_wrong_and_how_to_mend_it(capsys, monkeypatch):
     assert any(line.startswith("note environment      RANK set") for line in lines)
 
 
-def test_help_and_the_template_need_nothing_heavy(tmp_path):
+HIDDEN = ("torch", "tensordict", "lightning", "hydra", "omegaconf", "cloudpickle")
+
+
+def test_help_the_template_and_doctor_need_nothing_heavy(tmp_path):
+    """``doctor`` is for a machine on which something is missing, or broken."""
     code = "\n".join(
         [
             "import sys",
+            f"sys.modules.update(dict.fromkeys({HIDDEN}))",
             "from lightning_weightsync.cli import run",
             "assert run(['--help']) == 0",
             "assert run(['template', 'my.yaml']) == 0",
-            "print(sorted({'torch', 'lightning', 'hydra'} & set(sys.modules)))",
+            "from importlib import metadata",
+            "version = metadata.version",
+            "def without_hydra(name):",
+            "    if name == 'hydra-core':",
+            "        raise metadata.PackageNotFoundError(name)",
+            "    return version(name)",
+            "metadata.version = without_hydra",
+            "assert run(['doctor']) == 1",
         ]
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -293,9 +305,11 @@ def test_help_and_the_template_need_nothing_heavy(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
     assert "lightning-weightsync --multirun my.yaml" in done.stdout
     assert (tmp_path / "my.yaml").read_text() == (PACKAGE / "configs" / "template.yaml").read_text()
+    (at,) = [i for i, line in enumerate(done.stdout.splitlines()) if line.startswith("BAD  hydra-core")]
+    told = done.stdout.splitlines()[at : at + 2]
+    assert "is not installed" in told[0] and "-> pip install 'hydra-core>=1.3'" in told[1]
 
 
 def test_the_shell_completes_groups_of_the_file_that_is_named():
