@@ -1,4 +1,4 @@
-"""``report``: one HTML page about a run, from what its folder holds."""
+"""``report``: what came of a run? One HTML page, made from what its folder holds."""
 
 from __future__ import annotations
 

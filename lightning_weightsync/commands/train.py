@@ -1,4 +1,4 @@
-"""``train``: build what a configuration names, and fit.
+"""``train``: is the task learned? Builds what a configuration names, and fits.
 
 Exits with 1 if the configuration has an ``EarlyStopping`` with a ``stopping_threshold`` (it is then *solved* or not)
 that was not reached.
