@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _TOKEN = re.compile(
-    r"""(?P<number>(?:(?<=\.)|^)[0-9]+(?=[.\[]|$))
+    r"""(?P<number>(?:(?<=\.)|^)[0-9]+(?!\w))
       | (?P<name>[^\W\d]\w*)
       | \[\s*(?P<index>-?[0-9]+)\s*\]
       | \[\s*(?:'(?P<single>[^']*)'|"(?P<double>[^"]*)")\s*\]""",
@@ -95,21 +95,13 @@ def parse_path(text: str) -> tuple[Segment, ...]:
     """
     if not isinstance(text, str):
         raise TypeError(f"a path is a string, got {text!r} ({type(text).__name__}); {_GRAMMAR}")
-    segments: list[Segment] = []
-    position = 0
-    while position < len(text) or not segments:
-        after_dot = False
-        if segments and text[position] == ".":
-            after_dot = True
-            position += 1
-        token = _TOKEN.match(text, position)
-        bracketed = text.startswith("[", position)
-        if token is None or (segments and after_dot == bracketed):
-            rest = text[position:]
-            found = f"cannot read {rest!r} at character {position}" if rest else "it ends where a part is expected"
-            raise PathError(f"path {text!r} is malformed: {found}; {_GRAMMAR}", len(segments))
-        segments.append(_segment(token, text))
-        position = token.end()
+    segments, position = _read(text)
+    if position < len(text) or not segments:
+        rest = text[position:]
+        found = (
+            "it ends where a part is expected" if rest in ("", ".") else f"cannot read {rest!r} at character {position}"
+        )
+        raise PathError(f"path {text!r} is malformed: {found}; {_GRAMMAR}", len(segments))
     return tuple(segments)
 
 
@@ -193,34 +185,67 @@ def read_map(given: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
     The lines are for where a path cannot be a key: ``replay_buffer.transforms[0]`` on Hydra's command line, say.
 
     Raises:
-        PathError: A source is no path, a line has no ``=``, or a destination is given twice.
-        TypeError: A source or a line is no string, or the whole is one.
+        PathError: One of both is no path, a line has no ``=``, or a destination is given twice, in any spelling.
+        TypeError: A destination, a source or a line is no string, or the whole is neither.
 
     Example:
         >>> read_map(["policy=actor", "transforms[0]=norms['obs=1']"])
         {'policy': 'actor', 'transforms[0]': "norms['obs=1']"}
     """
-    if isinstance(given, str):
-        raise TypeError(f"a map is a mapping or a list of 'destination=source' lines, got the string {given!r}")
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"a map is a mapping, {{policy: actor}}, or a list of 'destination=source' lines, ['policy=actor']; got "
+            f"the {type(given).__name__.replace('str', 'string')} {given!r}"
+        )
     pairs = list(given.items()) if isinstance(given, Mapping) else [_pair(line) for line in given]
     read: dict[str, str] = {}
+    spelled: dict[str, str] = {}
     for destination, source in pairs:
-        parse_path(source)
-        if destination in read:
-            raise PathError(f"the destination {destination!r} is given twice: {read[destination]!r} and {source!r}")
-        read[destination] = source
+        place = format_path(_parsed(destination, "a destination"))
+        _parsed(source, f"the source of {destination!r}")
+        if place in spelled:
+            first = read[spelled[place]]
+            raise PathError(f"the destination {destination!r} is given twice: {first!r} and {source!r}")
+        read[destination], spelled[place] = source, destination
     return read
 
 
+def _parsed(path: str, what: str) -> tuple[Segment, ...]:
+    try:
+        return parse_path(path)
+    except PathError as error:
+        raise PathError(f"{what}: {error}", error.depth) from None
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from None
+
+
 def _pair(line: str) -> tuple[str, str]:
-    """Both paths of ``"destination=source"``; a ``=`` within a quoted key is none that separates them."""
+    """Both paths of ``"destination=source"``; a ``=`` in a key of the destination is none that separates them."""
     if not isinstance(line, str):
         raise TypeError(f"a line of a map is a string 'destination=source', got {line!r} ({type(line).__name__})")
-    for position in (match.start() for match in re.finditer("=", line)):
-        destination, source = line[:position].strip(), line[position + 1 :].strip()
-        if destination.count("'") % 2 == 0 and destination.count('"') % 2 == 0:
-            return destination, source
-    raise PathError(f"{line!r} is no line of a map: write 'destination=source', for example 'policy=actor'")
+    text = line.strip()
+    _, end = _read(text)
+    rest = text[end:].lstrip()
+    if rest.startswith("="):
+        return text[:end], rest[1:].strip()
+    found = f"where a = is expected, there is {rest!r}" if rest else "it has no ="
+    raise PathError(
+        f"{line!r} is no line of a map, {found}: write 'destination=source', for example 'policy=actor'; {_GRAMMAR}"
+    )
+
+
+def _read(text: str) -> tuple[list[Segment], int]:
+    """As many segments as can be read from the start, and where the rest begins."""
+    segments: list[Segment] = []
+    position = 0
+    while True:
+        after_dot = bool(segments) and text.startswith(".", position)
+        token = _TOKEN.match(text, position + after_dot)
+        bracketed = text.startswith("[", position + after_dot)
+        if token is None or (segments and after_dot == bracketed):
+            return segments, position
+        segments.append(_segment(token, text))
+        position = token.end()
 
 
 class _StepError(Exception):

@@ -16,13 +16,16 @@ def test_both_forms_mean_the_same():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["policy"], "map: 'policy' is not of the form 'destination=source'"),
-        ("policy=actor", "map='policy=actor': a mapping is needed"),
-        (["policy=actor", "policy=critic"], "the destination 'policy' is there twice: from 'actor' and 'critic'"),
-        (["nets[0]=a", "nets.0=b"], "the destination 'nets.0' is there twice"),
+        (["policy"], "map: 'policy' is no line of a map, .*'destination=source'"),
+        ("policy=actor", "map: a map is a mapping, .* or a list .*; got the string 'policy=actor'"),
+        (["policy=actor", "policy=critic"], "the destination 'policy' is given twice: 'actor' and 'critic'"),
+        (["nets[0]=a", "nets.0=b"], "the destination 'nets.0' is given twice: 'a' and 'b'"),
         (["policy=actor["], r"path 'actor\[' is malformed"),
         (["policy="], "path '' is malformed"),
-        ({"policy": 3}, "the source of 'policy' is a path such as 'actor', not 3"),
+        (["=actor"], "a destination: path '' is malformed"),
+        (3, "map: a map is a mapping, .*; got the int 3"),
+        ({"policy": 3}, "the source of 'policy': a path is a string, got 3"),
+        ({3: "actor"}, "map: a destination: a path is a string, got 3"),
         ({"policy": "???"}, r"map.policy has no value"),
     ],
 )
