@@ -14,11 +14,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_weightsync.commands.application import Application
 from lightning_weightsync.commands.plan import find_routes
 from lightning_weightsync.commands.problems import ConfigError
+from lightning_weightsync.schemes.strategy import WeightStrategy
 from lightning_weightsync.wording import size
 
 if TYPE_CHECKING:
@@ -52,11 +53,8 @@ def bench(application: Application, options: argparse.Namespace) -> int:
     """
     if options.pushes < 1 or options.batches < 0:
         raise ConfigError(f"--pushes {options.pushes} --batches {options.batches}: at least 1, and at least 0")
-    module = application.build_module()
-    group = application.build_group()
-    callbacks = application.build_callbacks(group)
-    trainer = application.build_trainer(list(callbacks.values()), [])
-    sources = application.resolve_sources(module, trainer)
+    built = application.build()
+    group, sources = built.group, built.weights()
     if sources.keys() != group.weight_sync_schemes.keys() or not sources:
         raise ConfigError("bench needs a weight_update_map whose sources are there before a run begins")
     routes, _ = find_routes(group, sources)
@@ -75,7 +73,7 @@ def bench(application: Application, options: argparse.Namespace) -> int:
 
 def measure(group: CollectorGroup, sources: Mapping[str, Any], pushes: int) -> dict[str, list[float]]:
     """Samples in milliseconds, taken in turn, so that what disturbs the machine for a while disturbs all alike."""
-    tensors = [t for source in sources.values() for t in _tensors(source)]
+    tensors = [leaf.detach() for source in sources.values() for leaf in WeightStrategy().leaves(source).values()]
     room = [torch.empty_like(t) for t in tensors]
     actions: dict[str, Callable[[], object]] = {
         "a plain copy of the same bytes": lambda: torch._foreach_copy_(room, tensors),
@@ -127,12 +125,6 @@ def _ms(action: Callable[[], object]) -> float:
     started = time.perf_counter()
     action()
     return 1e3 * (time.perf_counter() - started)
-
-
-def _tensors(source: Any) -> list[Tensor]:
-    if isinstance(source, nn.Module):
-        return [t.detach() for t in (*source.parameters(), *source.buffers())]
-    return [t.detach() for t in source.values() if isinstance(t, Tensor)]
 
 
 def _change(tensors: list[Tensor]) -> None:
