@@ -56,7 +56,8 @@ def bench(application: Application, options: argparse.Namespace) -> int:
     built = application.build()
     group, sources = built.group, built.weights()
     if sources.keys() != group.weight_sync_schemes.keys() or not sources:
-        raise ConfigError("bench needs a weight_update_map whose sources are there before a run begins")
+        why = "".join(f"; {name!r}: {reason}" for name, reason in built.unknown.items())
+        raise ConfigError(f"bench needs a weight_update_map whose sources are there before a run begins{why}")
     routes, _ = find_routes(group, sources)
     total, leaves = sum(route.nbytes for route in routes), sum(route.leaves for route in routes)
     print(f"{', '.join(sources)}: {leaves} leaves, {size(total)} a push; {group.num_workers} worker(s), idle; ms")

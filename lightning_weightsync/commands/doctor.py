@@ -101,7 +101,13 @@ def _python() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     """What the package's own metadata asks for, and what its extras do."""
-    for name, versions, extra in _requirements():
+    try:
+        requirements = _requirements()
+    except metadata.PackageNotFoundError:
+        found = f"{_OURS} itself is not installed, so what it needs is not known"
+        yield Finding("note", "packages", found, f"pip install {_OURS}")
+        return
+    for name, versions, extra in requirements:
         try:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:

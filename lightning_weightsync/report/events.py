@@ -174,7 +174,7 @@ def read_events(path: Path, began: float | None = None) -> RunEvents:
     for number, line in enumerate(lines, start=1):
         try:
             run.add(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and run.start:  # the process ended while it was written
                 break
             raise ValueError(f"{path}:{number} is no event: {type(error).__name__}: {error}") from None

@@ -50,3 +50,12 @@ def test_a_malicious_release_is_told_as_one(monkeypatch, release):
     assert finding.level == "BAD" and "malicious" in finding.found and "rotate the credentials" in finding.found
     assert "!=2.6.2" in finding.mend
     assert packages(monkeypatch, lightning="2.6.4")["lightning"].level == "ok"
+
+
+def test_a_source_tree_that_is_not_installed_is_a_note(monkeypatch):
+    def requires(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    (finding,) = doctor._packages()
+    assert finding.level == "note" and "itself is not installed" in finding.found
