@@ -170,7 +170,8 @@ def _told(key: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except (InstantiationException, ValueError, TypeError, NotImplementedError, ImportError) as error:
-        where, cause = key, error
+        where = key
+        cause: BaseException = error
         while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
             cause = cause.__cause__  # what was raised; its own cause is its author's affair
         inner = getattr(error, "full_key", None) or _full_key(str(error))

@@ -211,7 +211,7 @@ def _expected(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(repr, get_args(hint)))}"
     kind = origin or hint
-    simple = {
+    simple: dict[Any, str] = {
         int: "an int",
         float: "a number",
         bool: "true or false",

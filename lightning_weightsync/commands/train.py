@@ -47,8 +47,8 @@ def train(application: Application, started: float) -> int:
     group, trainer = built.group, built.trainer
     evaluation = application.build_evaluation(group)
     recorder = _recorder(application, built)
-    if recorder is not None:
-        trainer.callbacks.append(recorder)  # type: ignore[attr-defined] - after UpdateWeights, whose figures it reads
+    if recorder is not None:  # after UpdateWeights, whose figures it reads
+        trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
     try:
         trainer.fit(built.module, group, val_dataloaders=evaluation, ckpt_path=application.config.get("ckpt_path"))
     except (MisconfigurationException, PathError) as error:

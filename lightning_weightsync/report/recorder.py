@@ -52,7 +52,7 @@ _OF_WORKER = ("state", "pid", "version", "restarts", "dropped")
 class Pushes(NamedTuple):
     """How many, and how long they have held the trainer together."""
 
-    count: int
+    number: int
     stall_seconds: float
 
 
@@ -145,8 +145,8 @@ class Recorder(pl.Callback):
             step=trainer.global_step,
             frames=self._group.frames,
             version=self._group.version,
-            pushes=pushes.count,
-            **({"stall_ms": round(1e3 * pushes.stall_seconds, 4)} if pushes.count else {}),
+            pushes=pushes.number,
+            **({"stall_ms": round(1e3 * pushes.stall_seconds, 4)} if pushes.number else {}),
             ages=self._ages,
             **figures,
         )
@@ -186,7 +186,7 @@ class Recorder(pl.Callback):
     def _new_pushes(self) -> Pushes:
         """Since the last call."""
         before, self._pushes = self._pushes, self._pushes_so_far()
-        return Pushes(self._pushes.count - before.count, self._pushes.stall_seconds - before.stall_seconds)
+        return Pushes(self._pushes.number - before.number, self._pushes.stall_seconds - before.stall_seconds)
 
     def _now(self) -> float:
         return time.monotonic() - self._began
@@ -262,7 +262,7 @@ class Totals:
 
     def add_pushes(self, pushes: Pushes) -> None:
         """Take in pushes, those at the end of a fit too."""
-        self.pushes += pushes.count
+        self.pushes += pushes.number
         self.stall_seconds += pushes.stall_seconds
 
     def as_json(self) -> dict[str, Any]:
