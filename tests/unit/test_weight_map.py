@@ -10,6 +10,10 @@ def test_both_forms_mean_the_same():
     mapping = {"policy": "actor", "replay_buffer.transforms[0]": "nets['q']"}
     assert as_mapping(mapping, "map") == mapping
     assert as_mapping(["policy=actor", "replay_buffer.transforms[0] = nets['q']"], "map") == mapping
+    assert as_mapping(["t['x=y']=critic", """nets["it's"]=a"""], "map") == {
+        "t['x=y']": "critic",
+        """nets["it's"]""": "a",
+    }
     assert as_mapping(None, "map") is None
 
 
