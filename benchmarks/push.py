@@ -36,6 +36,7 @@ from benchmarks.models import KINDS
 from benchmarks.receivers import settle
 from benchmarks.table import machine, table, verdict
 from lightning_weightsync.errors import WeightSyncError
+from lightning_weightsync.wording import size
 
 SENDER_THREADS = 2
 RECEIVER_THREADS = 1
@@ -140,7 +141,7 @@ def show_schemes(results: Sequence[Comparison]) -> None:
     headers = ["model", "workers", "copy", "ours", "in a row", "async stall", "async applied", "network", "TorchRL"]
     rows = []
     for result in results:
-        name = f"{result.kind}: {result.tensors} tensors, {_bytes(result.nbytes)}"
+        name = f"{result.kind}: {result.tensors} tensors, {size(result.nbytes)}"
         ratios = [result.ratio("peer", "ours"), result.ratio("ours", "copy"), result.ratio("ours stall", "copy")]
         rows.append([name, result.workers, *map(result.median, columns), *ratios])
     print(table([*headers, "TorchRL / ours", "ours / copy", "stall / copy"], rows))
@@ -159,11 +160,11 @@ def show_group_sizes(result: Comparison, *, of_copy: float | None, of_first: flo
     """One row for each size of a group."""
     sizes = [name for name in result.samples if name != "copy"]
     rows: list[list[object]] = []
-    for size in sizes:
-        to_copy, to_first = result.ratio(size, "copy"), result.ratio(size, sizes[0])
+    for workers in sizes:
+        to_copy, to_first = result.ratio(workers, "copy"), result.ratio(workers, sizes[0])
         shown = to_copy if of_copy is None else verdict(to_copy, of_copy)
-        is_last = size == sizes[-1] and len(sizes) > 1
-        rows.append([size, result.median(size), shown, verdict(to_first, of_first) if is_last else to_first])
+        is_last = workers == sizes[-1] and len(sizes) > 1
+        rows.append([workers, result.median(workers), shown, verdict(to_first, of_first) if is_last else to_first])
     print(f"{result.kind}, groups of several sizes side by side; copy: {result.median('copy'):.3f} ms\n")
     print(table(["workers", "ours", "ours / copy", f"to {sizes[0]} workers"], rows))
 
@@ -260,14 +261,7 @@ def _check_room(nbytes: int) -> None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), nbytes)
         if free < nbytes:
-            raise MemoryError(f"it needs {_bytes(nbytes)} of memory, and {_bytes(free)} are available")
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
+            raise MemoryError(f"it needs {size(nbytes)} of memory, and {size(free)} are available")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
+
+from lightning_weightsync.wording import nearest
 
 __all__ = ["Cadence", "IntervalUnit"]
 
@@ -52,9 +53,7 @@ class Cadence:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if unit not in _UNITS:
-            close = difflib.get_close_matches(str(unit), _UNITS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"interval_unit={unit!r} is none of {', '.join(map(repr, _UNITS))}{hint}")
+            raise ValueError(f"interval_unit={unit!r} is none of {', '.join(map(repr, _UNITS))}{nearest(unit, _UNITS)}")
         _check_interval(interval, unit)
         self.interval = interval
         self.unit: IntervalUnit = unit  # type: ignore[assignment]

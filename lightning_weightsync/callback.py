@@ -143,6 +143,11 @@ class UpdateWeights(pl.Callback):
         return self._cadence.unit
 
     @property
+    def sources(self) -> Sources:
+        """What is pushed, destination by destination."""
+        return self._sources
+
+    @property
     def weight_update_map(self) -> dict[str, str] | None:
         """Destination -> source path."""
         return self._sources.map
@@ -156,6 +161,11 @@ class UpdateWeights(pl.Callback):
     def version(self) -> int:
         """Of the newest push: the group's, or the number of pushes to any other collector or sender."""
         return self._target.version
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long all pushes of this fit, or of the last one, have held the trainer so far."""
+        return self._fit.figures.total_stall_seconds
 
     @property
     def state_key(self) -> str:

@@ -14,9 +14,9 @@ _STARTED = time.perf_counter()
 import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
 
-from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, nearest, tell  # noqa: E402
+from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, tell  # noqa: E402
+from lightning_weightsync.wording import ended, nearest  # noqa: E402
 
 HELP = """\
 lightning-weightsync: reinforcement learning in a Lightning Trainer, with collector processes in sync
@@ -108,28 +108,12 @@ def _implementation(command: str) -> Callable[[list[str]], int]:
 
         return doctor
     if command == "template":
+        from lightning_weightsync.commands.template import main as template
+
         return template
     from lightning_weightsync.commands.composing import compose_and_run
 
     return lambda rest: compose_and_run(command, rest, _STARTED)
-
-
-def template(arguments: list[str]) -> int:
-    """Print the commented template, or write it to a file that is not there yet."""
-    if len(arguments) > 1 or any(a.startswith("-") for a in arguments):
-        print("usage: lightning-weightsync template [FILE.yaml]")
-        return 0 if arguments[0] in ("-h", "--help") else EXIT_MISCONFIGURED
-    text = (Path(__file__).parent / "configs" / "template.yaml").read_text(encoding="utf-8")
-    if not arguments:
-        print(text, end="")
-        return 0
-    try:
-        with open(arguments[0], "x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"{arguments[0]}: not written: {error.strerror}") from None
-    print(f"{arguments[0]}: fill in what is ???, then run `lightning-weightsync check {arguments[0]}`")
-    return 0
 
 
 if __name__ == "__main__":

@@ -30,9 +30,13 @@ class Figures:
 
     Args:
         clock: Seconds that never go backwards.
+
+    Attributes:
+        total_stall_seconds: How long all pushes so far have held the trainer.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total_stall_seconds = 0.0
         self._clock = clock
         self._shown_at: float | None = None
         self._push_seconds = 0.0
@@ -48,6 +52,7 @@ class Figures:
         """A push has held the trainer for so long."""
         self._push_seconds = seconds
         self._stall_seconds += seconds
+        self.total_stall_seconds += seconds
 
     def due(self, trainer: pl.Trainer) -> bool:
         """Whether they are to be shown at the end of this batch."""

@@ -6,13 +6,14 @@ keys. ``nets.0.q`` and ``nets[0].q`` are the same path, so that ``state_dict`` n
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from lightning_weightsync.wording import nearest_or_listed
 
 __all__ = [
     "Attribute",
@@ -28,14 +29,13 @@ __all__ = [
 ]
 
 _TOKEN = re.compile(
-    r"""(?P<number>(?:(?<=\.)|^)[0-9]+(?=[.\[]|$))
+    r"""(?P<number>(?:(?<=\.)|^)[0-9]+(?!\w))
       | (?P<name>[^\W\d]\w*)
       | \[\s*(?P<index>-?[0-9]+)\s*\]
       | \[\s*(?:'(?P<single>[^']*)'|"(?P<double>[^"]*)")\s*\]""",
     re.VERBOSE,
 )
 _GRAMMAR = "a path is names, [int] and ['key'], for example loss_module.nets[0]['q']"
-_NAMES_SHOWN = 8
 
 
 class PathError(ValueError):
@@ -95,21 +95,13 @@ def parse_path(text: str) -> tuple[Segment, ...]:
     """
     if not isinstance(text, str):
         raise TypeError(f"a path is a string, got {text!r} ({type(text).__name__}); {_GRAMMAR}")
-    segments: list[Segment] = []
-    position = 0
-    while position < len(text) or not segments:
-        after_dot = False
-        if segments and text[position] == ".":
-            after_dot = True
-            position += 1
-        token = _TOKEN.match(text, position)
-        bracketed = text.startswith("[", position)
-        if token is None or (segments and after_dot == bracketed):
-            rest = text[position:]
-            found = f"cannot read {rest!r} at character {position}" if rest else "it ends where a part is expected"
-            raise PathError(f"path {text!r} is malformed: {found}; {_GRAMMAR}", len(segments))
-        segments.append(_segment(token, text))
-        position = token.end()
+    segments, position = _read(text)
+    if position < len(text) or not segments:
+        rest = text[position:]
+        found = (
+            "it ends where a part is expected" if rest in ("", ".") else f"cannot read {rest!r} at character {position}"
+        )
+        raise PathError(f"path {text!r} is malformed: {found}; {_GRAMMAR}", len(segments))
     return tuple(segments)
 
 
@@ -193,34 +185,67 @@ def read_map(given: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
     The lines are for where a path cannot be a key: ``replay_buffer.transforms[0]`` on Hydra's command line, say.
 
     Raises:
-        PathError: A source is no path, a line has no ``=``, or a destination is given twice.
-        TypeError: A source or a line is no string, or the whole is one.
+        PathError: One of both is no path, a line has no ``=``, or a destination is given twice, in any spelling.
+        TypeError: A destination, a source or a line is no string, or the whole is neither.
 
     Example:
         >>> read_map(["policy=actor", "transforms[0]=norms['obs=1']"])
         {'policy': 'actor', 'transforms[0]': "norms['obs=1']"}
     """
-    if isinstance(given, str):
-        raise TypeError(f"a map is a mapping or a list of 'destination=source' lines, got the string {given!r}")
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"a map is a mapping, {{policy: actor}}, or a list of 'destination=source' lines, ['policy=actor']; got "
+            f"the {type(given).__name__.replace('str', 'string')} {given!r}"
+        )
     pairs = list(given.items()) if isinstance(given, Mapping) else [_pair(line) for line in given]
     read: dict[str, str] = {}
+    spelled: dict[str, str] = {}
     for destination, source in pairs:
-        parse_path(source)
-        if destination in read:
-            raise PathError(f"the destination {destination!r} is given twice: {read[destination]!r} and {source!r}")
-        read[destination] = source
+        place = format_path(_parsed(destination, "a destination"))
+        _parsed(source, f"the source of {destination!r}")
+        if place in spelled:
+            first = read[spelled[place]]
+            raise PathError(f"the destination {destination!r} is given twice: {first!r} and {source!r}")
+        read[destination], spelled[place] = source, destination
     return read
 
 
+def _parsed(path: str, what: str) -> tuple[Segment, ...]:
+    try:
+        return parse_path(path)
+    except PathError as error:
+        raise PathError(f"{what}: {error}", error.depth) from None
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from None
+
+
 def _pair(line: str) -> tuple[str, str]:
-    """Both paths of ``"destination=source"``; a ``=`` within a quoted key is none that separates them."""
+    """Both paths of ``"destination=source"``; a ``=`` in a key of the destination is none that separates them."""
     if not isinstance(line, str):
         raise TypeError(f"a line of a map is a string 'destination=source', got {line!r} ({type(line).__name__})")
-    for position in (match.start() for match in re.finditer("=", line)):
-        destination, source = line[:position].strip(), line[position + 1 :].strip()
-        if destination.count("'") % 2 == 0 and destination.count('"') % 2 == 0:
-            return destination, source
-    raise PathError(f"{line!r} is no line of a map: write 'destination=source', for example 'policy=actor'")
+    text = line.strip()
+    _, end = _read(text)
+    rest = text[end:].lstrip()
+    if rest.startswith("="):
+        return text[:end], rest[1:].strip()
+    found = f"where a = is expected, there is {rest!r}" if rest else "it has no ="
+    raise PathError(
+        f"{line!r} is no line of a map, {found}: write 'destination=source', for example 'policy=actor'; {_GRAMMAR}"
+    )
+
+
+def _read(text: str) -> tuple[list[Segment], int]:
+    """As many segments as can be read from the start, and where the rest begins."""
+    segments: list[Segment] = []
+    position = 0
+    while True:
+        after_dot = bool(segments) and text.startswith(".", position)
+        token = _TOKEN.match(text, position + after_dot)
+        bracketed = text.startswith("[", position + after_dot)
+        if token is None or (segments and after_dot == bracketed):
+            return segments, position
+        segments.append(_segment(token, text))
+        position = token.end()
 
 
 class _StepError(Exception):
@@ -246,13 +271,13 @@ def _step(here: object, segment: Segment) -> Any:
     keys = _keys(here)
     if keys is not None:
         if wanted not in keys:
-            raise _StepError(f"no key {wanted!r}{_what_exists(str(wanted), keys)}")
+            raise _StepError(f"no key {wanted!r}{nearest_or_listed(str(wanted), keys)}")
     elif isinstance(wanted, str):
-        raise _StepError(f"it has no string keys{_what_exists(wanted, _attribute_names(here))}")
+        raise _StepError(f"it has no string keys{nearest_or_listed(wanted, _attribute_names(here))}")
     else:
         length = _length(here)
         if length is None:
-            raise _StepError(f"it cannot be indexed{_what_exists(str(wanted), _attribute_names(here))}")
+            raise _StepError(f"it cannot be indexed{nearest_or_listed(str(wanted), _attribute_names(here))}")
         if not -length <= wanted < length:
             allowed = f"{-length} to {length - 1} are allowed" if length else "it is empty"
             raise _StepError(f"index {wanted} is out of range: the length is {length}, {allowed}")
@@ -267,7 +292,7 @@ def _attribute(here: object, name: str) -> Any:
     try:
         return getattr(here, name)
     except AttributeError:
-        hint = f"; write ['{name}']" if name in (_keys(here) or ()) else _what_exists(name, _attribute_names(here))
+        hint = f"; write ['{name}']" if name in (_keys(here) or ()) else nearest_or_listed(name, _attribute_names(here))
         raise _StepError(f"no attribute {name!r}{hint}") from None
 
 
@@ -298,14 +323,3 @@ def _attribute_names(here: object) -> list[str]:
     registered = [name for name, _ in (*here.named_children(), *here.named_parameters(recurse=False))]
     others = [name for name in dir(here) if not name.startswith("_") and not hasattr(nn.Module, name)]
     return list(dict.fromkeys(registered + others))
-
-
-def _what_exists(wanted: str, names: Iterable[object]) -> str:
-    existing = [str(name) for name in names]
-    close = difflib.get_close_matches(wanted, existing, n=3)
-    if close:
-        return f"; did you mean {' or '.join(map(repr, close))}?"
-    if not existing:
-        return "; nothing is there"
-    more = len(existing) - _NAMES_SHOWN
-    return f"; there is {', '.join(map(repr, existing[:_NAMES_SHOWN]))}" + (f" and {more} more" if more > 0 else "")

@@ -56,13 +56,25 @@ class Sources:
 
         Raises:
             PathError: A path names nothing; tells where it fails, and the nearest names.
+            RuntimeError: There is nothing yet to follow them from.
         """
-        return {name: resolve_first(self._roots, path) for name, path in self._paths.items()}
+        return {name: self.source_of(name) for name in self._paths}
+
+    def source_of(self, destination: str) -> Any:
+        """What the path of one mapped destination names; raises what `resolve` raises."""
+        if not self._roots:
+            raise RuntimeError("source paths are followed from a module and a trainer: bind() comes first")
+        return resolve_first(self._roots, self._paths[destination])
 
     def weights(self) -> dict[str, Any]:
         """The weights of each mapped destination, under the receiver's names."""
-        found = {name: _called(source) for name, source in self.resolve().items()}
-        return found | {name: self._under_other_names(name, found[name]) for name in self.name_map}
+        return {name: self.weights_of(name) for name in self._paths}
+
+    def weights_of(self, destination: str) -> Any:
+        """The weights of one mapped destination, under the receiver's names; raises what `resolve` raises."""
+        source = self.source_of(destination)
+        weights = source() if callable(source) and not isinstance(source, nn.Module) else source
+        return self._under_other_names(destination, weights) if destination in self.name_map else weights
 
     def parameters(self) -> list[Tensor] | None:
         """Those of the mapped modules; ``None`` where it cannot be known what is pushed.
@@ -89,7 +101,3 @@ class Sources:
             return "its own weights"
         of = str(self.map) if self.map is not None else f"{getattr(self.getter, '__name__', self.getter)}()"
         return f"{of}, renamed {sorted(self.name_map)}" if self.name_map else of
-
-
-def _called(source: Any) -> Any:
-    return source() if callable(source) and not isinstance(source, nn.Module) else source

@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 from lightning_weightsync.collectors.feed import Feed
+from lightning_weightsync.collectors.late import LateLog
 from lightning_weightsync.collectors.member import Member, Rollout, WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
 from lightning_weightsync.collectors.rollouts import LENT_SLOTS, NUM_SLOTS
@@ -54,6 +55,7 @@ class AheadPool(WorkerPool):
         self._indices: dict[int, int] = {}  # number -> index
         self._episodes: list[tuple[float, int]] = []
         self._sums: list[dict[str, Any]] = []
+        self._late = LateLog(max_staleness)
         super().__init__(
             num_workers,
             schemes,
@@ -84,6 +86,8 @@ class AheadPool(WorkerPool):
             self._take_batches()
             version = self.hub.version
             ready = self._feed.next(version)
+            for late in self._feed.take_dropped():
+                self._late.dropped(self._indices[late.worker], version - late.oldest)
             self._ask(version, waiting=True)
             if ready is not None:
                 break

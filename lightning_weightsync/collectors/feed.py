@@ -80,6 +80,7 @@ class Feed:
         self._spare = spare
         self._workers: dict[int, _Worker] = {}
         self._dropped: Counter[int] = Counter()
+        self._newly_dropped: list[Ready] = []
         self._ready: list[Ready] = []
         self._versions: deque[int] = deque(maxlen=MEASURED + 1)  # the newest one at each hand-over
         self._handed_over = 0
@@ -92,6 +93,11 @@ class Feed:
     def dropped(self) -> dict[int, int]:
         """How many batches of each worker were too old to be handed over."""
         return dict(self._dropped)
+
+    def take_dropped(self) -> list[Ready]:
+        """The batches that were dropped since the last call."""
+        taken, self._newly_dropped = self._newly_dropped, []
+        return taken
 
     def add(self, worker: int) -> None:
         """There is a new worker; all of its slots are free. A replacement of a lost one has another index."""
@@ -193,6 +199,7 @@ class Feed:
 
     def _drop(self, batch: Ready) -> None:
         self._dropped[batch.worker] += 1
+        self._newly_dropped.append(batch)
         worker = self._take_out(batch)
         if worker is not None:
             worker.free.append(batch.slot)

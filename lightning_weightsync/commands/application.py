@@ -20,14 +20,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_weightsync.commands import weight_map
-from lightning_weightsync.commands.problems import ConfigError, nearest
-from lightning_weightsync.commands.schema import check_arguments, check_tree, find
-from lightning_weightsync.paths import PathError, resolve_first
+from lightning_weightsync.commands.problems import ConfigError
+from lightning_weightsync.commands.schema import MISSING, check_arguments, check_tree, find
+from lightning_weightsync.wording import nearest
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_weightsync.collectors.group import CollectorGroup
+    from lightning_weightsync.commands.built import Built
     from lightning_weightsync.schemes.base import WeightSyncScheme
 
 NODES = {
@@ -117,26 +118,22 @@ class Application:
         wanted = self.config.get("evaluation")
         return None if wanted is None else _told("evaluation", lambda: group.evaluation(**wanted))
 
-    def resolve_sources(self, module: pl.LightningModule, trainer: pl.Trainer) -> dict[str, Any]:
-        """Destination -> the object that its source path names.
+    def build(self) -> Built:
+        """Module, group, callbacks and trainer, in the order in which each is needed; nothing is started.
 
         Raises:
-            ConfigError: A path names nothing; a module that builds its networks later (``configure_model``) is let be.
+            ConfigError: A constructor refuses what it is given, or a source path leads nowhere.
         """
-        from lightning.pytorch.utilities.model_helpers import is_overridden
+        from lightning_weightsync.commands.built import Built
 
-        later = is_overridden("setup", module) or is_overridden("configure_model", module)
-        found, problems = {}, []
-        for key, mapping in self.maps.items():
-            for destination, source in (mapping or {}).items():
-                try:
-                    found[destination] = resolve_first([("LightningModule", module), ("Trainer", trainer)], source)
-                except PathError as error:
-                    if not later:
-                        problems.append(f"{key}.weight_update_map, source of {destination!r}: {error}")
-        if problems:
-            raise ConfigError(problems)
-        return found
+        module = self.build_module()
+        group = self.build_group()
+        callbacks = self.build_callbacks(group)
+        trainer = self.build_trainer(list(callbacks.values()), self.build_loggers())
+        updates: dict[str, Any] = {key: callbacks[key] for key in self.maps}
+        built = Built(module, group, updates, trainer)
+        built.follow_paths()
+        return built
 
 
 def read(config: DictConfig) -> Application:
@@ -173,9 +170,10 @@ def _told(key: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except (InstantiationException, ValueError, TypeError, NotImplementedError, ImportError) as error:
-        where, cause = key, error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__  # type: ignore[assignment]
+        where = key
+        cause: BaseException = error
+        while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
+            cause = cause.__cause__  # what was raised; its own cause is its author's affair
         inner = getattr(error, "full_key", None) or _full_key(str(error))
         if inner:
             where = f"{key}.{inner}"
@@ -186,8 +184,10 @@ def _told(key: str, make: Callable[[], Any]) -> Any:
 
 def _is_others_code(error: BaseException) -> bool:
     """Whether it was raised neither by us nor by Lightning, whose messages say what is wrong with an argument."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return True
+    package = str(frames[-1].f_globals.get("__name__", "")).partition(".")[0]
     return package not in ("lightning", "lightning_weightsync", "hydra") and not isinstance(error, ImportError)
 
 
@@ -211,11 +211,12 @@ def _read_maps(plain: dict[str, Any]) -> tuple[dict[str, dict[str, str] | None],
         if not (isinstance(cls, type) and issubclass(cls, UpdateWeights)):
             continue
         given = node.get(weight_map.KEY)
-        if given == "???":
+        if given == MISSING:
             maps[key] = None
             problems.append(
                 f"{key}.{weight_map.KEY} has no value (???): say which part of the module goes where on the collector, "
-                "{policy: actor}, or on the command line ['policy=actor'] (destination=source)"
+                "{policy: actor}, or on the command line ['policy=actor'] (destination=source); or null, where "
+                "policy_weights_getter or sender is given in its place"
             )
             node[weight_map.KEY] = None
             continue
@@ -265,6 +266,8 @@ def _check_nodes(plain: dict[str, Any], maps: Mapping[str, object]) -> list[str]
     for name in ("record", "trace"):
         if not isinstance(plain.get(name, False), bool):
             problems.append(f"{name}={plain[name]!r}: true or false is needed")
+    if plain.get("trace") is True and plain.get("record", True) is False:
+        problems.append("trace=True with record=False: a trace is made of what is recorded; give record=true with it")
     checkpoint = plain.get("ckpt_path")
     if checkpoint is not None and not (
         isinstance(checkpoint, str) and (checkpoint in _CHECKPOINTS or ":" in checkpoint or Path(checkpoint).exists())

@@ -14,12 +14,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_weightsync.commands.application import Application
-from lightning_weightsync.commands.check import size
 from lightning_weightsync.commands.plan import find_routes
 from lightning_weightsync.commands.problems import ConfigError
+from lightning_weightsync.schemes.strategy import WeightStrategy
+from lightning_weightsync.wording import size
 
 if TYPE_CHECKING:
     from lightning_weightsync.collectors.group import CollectorGroup
@@ -52,13 +53,11 @@ def bench(application: Application, options: argparse.Namespace) -> int:
     """
     if options.pushes < 1 or options.batches < 0:
         raise ConfigError(f"--pushes {options.pushes} --batches {options.batches}: at least 1, and at least 0")
-    module = application.build_module()
-    group = application.build_group()
-    callbacks = application.build_callbacks(group)
-    trainer = application.build_trainer(list(callbacks.values()), [])
-    sources = application.resolve_sources(module, trainer)
+    built = application.build()
+    group, sources = built.group, built.weights()
     if sources.keys() != group.weight_sync_schemes.keys() or not sources:
-        raise ConfigError("bench needs a weight_update_map whose sources are there before a run begins")
+        why = "".join(f"; {name!r}: {reason}" for name, reason in built.unknown.items())
+        raise ConfigError(f"bench needs a weight_update_map whose sources are there before a run begins{why}")
     routes, _ = find_routes(group, sources)
     total, leaves = sum(route.nbytes for route in routes), sum(route.leaves for route in routes)
     print(f"{', '.join(sources)}: {leaves} leaves, {size(total)} a push; {group.num_workers} worker(s), idle; ms")
@@ -75,7 +74,7 @@ def bench(application: Application, options: argparse.Namespace) -> int:
 
 def measure(group: CollectorGroup, sources: Mapping[str, Any], pushes: int) -> dict[str, list[float]]:
     """Samples in milliseconds, taken in turn, so that what disturbs the machine for a while disturbs all alike."""
-    tensors = [t for source in sources.values() for t in _tensors(source)]
+    tensors = [leaf.detach() for source in sources.values() for leaf in WeightStrategy().leaves(source).values()]
     room = [torch.empty_like(t) for t in tensors]
     actions: dict[str, Callable[[], object]] = {
         "a plain copy of the same bytes": lambda: torch._foreach_copy_(room, tensors),
@@ -127,12 +126,6 @@ def _ms(action: Callable[[], object]) -> float:
     started = time.perf_counter()
     action()
     return 1e3 * (time.perf_counter() - started)
-
-
-def _tensors(source: Any) -> list[Tensor]:
-    if isinstance(source, nn.Module):
-        return [t.detach() for t in (*source.parameters(), *source.buffers())]
-    return [t.detach() for t in source.values() if isinstance(t, Tensor)]
 
 
 def _change(tensors: list[Tensor]) -> None:

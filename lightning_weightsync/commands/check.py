@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_weightsync.commands.application import Application
 from lightning_weightsync.commands.plan import Route, find_routes
+from lightning_weightsync.wording import size
 
 if TYPE_CHECKING:
     from lightning_weightsync.callback import UpdateWeights
     from lightning_weightsync.collectors.group import CollectorGroup
+    from lightning_weightsync.commands.built import Built
 
 
 def check(application: Application) -> int:
@@ -22,38 +24,26 @@ def check(application: Application) -> int:
     Raises:
         ConfigError: What is wrong.
     """
-    module = application.build_module()
-    group = application.build_group()
-    callbacks = application.build_callbacks(group)
-    application.build_loggers()
-    trainer = application.build_trainer(list(callbacks.values()), [])
-    application.build_evaluation(group)
-    sources = application.resolve_sources(module, trainer)
-    routes, kind = find_routes(group, sources)
-    updates = {key: callbacks[key] for key in application.maps}
-    print("\n".join(describe(application, module, group, kind, routes, updates)))
+    built = application.build()
+    application.build_evaluation(built.group)
+    routes, kind = find_routes(built.group, built.weights())
+    print("\n".join(describe(application, built, kind, routes)))
     return 0
 
 
-def describe(
-    application: Application,
-    module: Any,
-    group: CollectorGroup,
-    kind: type,
-    routes: list[Route],
-    updates: dict[str, Any],
-) -> Iterable[str]:
+def describe(application: Application, built: Built, kind: type, routes: list[Route]) -> Iterable[str]:
     """The plan, line by line."""
+    group = built.group
     maps = {d: s for mapping in application.maps.values() for d, s in (mapping or {}).items()}
-    yield f"module       {_name(type(module))}"
+    yield f"module       {_name(type(built.module))}"
     yield f"collectors   {_workers(group)}"
     yield f"             each a {_name(kind)}{_batches(application)}"
     wanted = application.config.get("evaluation")
     if wanted is not None:
         yield f"evaluation   {', '.join(f'{name}={value}' for name, value in wanted.items()) or 'as it comes'}"
-    for key, update in updates.items():
+    for key, update in built.updates.items():
         yield f"pushes       {when(update, group)} ({key})"
-    if not updates:
+    if not built.updates:
         yield "pushes       none: no callback is an UpdateWeights"
     for route in routes:
         yield f"  {maps[route.destination]} -> {route.destination}"
@@ -62,14 +52,16 @@ def describe(
         yield f"             {route.transport(group.num_workers)}"
     unknown = [name for name in group.weight_sync_schemes if name not in {route.destination for route in routes}]
     for name in unknown:
-        yield f"  ? -> {name}   its weights are known only when the run has begun (a getter, or a module built later)"
+        why = built.unknown.get(name, "a getter makes its weights")
+        yield f"  {maps.get(name, '?')} -> {name}"
+        yield f"             ? known only when the run has begun: {'; '.join(why.splitlines())}"
     total = sum(route.nbytes for route in routes)
     slots = sum(route.nbytes * (route.scheme.max_slots or 2 * group.num_workers + 2) for route in routes)
     if routes:
         yield f"a push       {size(total)}, applied in each worker as a whole or not at all"
     if routes and group.num_workers:
         yield f"memory       {size(2 * total)} for weights on their way; at most {size(slots)}, if workers are slow"
-    yield "ok"
+    yield f"ok, but for what is not known yet: {', '.join(unknown)}" if unknown else "ok"
 
 
 def when(update: UpdateWeights, group: CollectorGroup) -> str:
@@ -78,14 +70,6 @@ def when(update: UpdateWeights, group: CollectorGroup) -> str:
     waits = update.blocking if update.blocking is not None else group.sync
     who = "the trainer waits until every worker has applied it" if waits else "the trainer waits for one copy only"
     return f"every {update.update_weights_interval:g} {unit}; {who}"
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people."""
-    for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if nbytes >= count:
-            return f"{nbytes / count:.3g} {unit}"
-    return f"{nbytes} B"
 
 
 def _name(kind: type) -> str:

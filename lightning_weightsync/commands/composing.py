@@ -30,8 +30,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_weightsync.commands.application import NODES, read
-from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, ended, listed, nearest, tell
+from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigError, tell
 from lightning_weightsync.commands.schema import find, has_argument
+from lightning_weightsync.wording import ended, listed, nearest
 
 _NAMING = ("--config-dir", "--config-name", "--config-path", "-cd", "-cn", "-cp")
 _COMPOSING = ("train", "check", "bench")
@@ -80,6 +81,9 @@ def compose_and_run(command: str, arguments: Sequence[str], started: float) -> i
 def rewrite(arguments: Sequence[str]) -> list[str]:
     """Arguments in Hydra's own grammar. Idempotent: Lightning starts further ranks with what comes out.
 
+    Raises:
+        ConfigError: A file is not there, is no ``.yaml``, or is the second one.
+
     Example:
         >>> rewrite(["conf/my.yaml", "seed=2"])
         ['--config-dir', 'conf', '--config-name', 'my', 'seed=2']
@@ -88,12 +92,17 @@ def rewrite(arguments: Sequence[str]) -> list[str]:
     """
     made: list[str] = []
     file: list[str] = []
+    named = ""
     for argument in arguments:
         path = Path(argument)
         if path.suffix in (".yaml", ".yml") and "=" not in argument and not (made and made[-1] in _NAMING):
+            if path.suffix == ".yml":
+                raise ConfigError(f"{argument}: Hydra reads .yaml files only; rename it to {path.with_suffix('.yaml')}")
+            if file:
+                raise ConfigError(f"{argument}: the configuration is {named} already; name one file")
             if not path.is_file():
                 raise ConfigError(f"there is no file {argument}; `lightning-weightsync template {argument}` writes one")
-            file = ["--config-dir", str(path.parent), "--config-name", path.stem]
+            file, named = ["--config-dir", str(path.parent), "--config-name", path.stem], argument
             continue
         given = _MAP.fullmatch(argument)
         if given is not None and made[-1:] != [f"{given['key']}=null"]:
@@ -113,7 +122,7 @@ def _named_in_completed_line(arguments: Sequence[str]) -> list[str]:
     program, *words = line.split()
     named, kept = [], []
     for before, word in zip(["", *words], words, strict=False):
-        is_file = Path(word).suffix in (".yaml", ".yml") and Path(word).is_file()
+        is_file = Path(word).suffix == ".yaml" and Path(word).is_file()
         if is_file or word in _NAMING or before in _NAMING:
             named.append(word)
         elif word not in _COMPOSING:

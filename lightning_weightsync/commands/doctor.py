@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -13,24 +13,21 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 
-from lightning_weightsync.commands.check import size
+from lightning_weightsync.wording import size
 
 PER_WORKER = 24
 """Descriptors that a worker may cost the trainer. With two models it was 5 over shared memory, 14 over the network."""
 
-_MALICIOUS = {"lightning": ("2.6.2", "2.6.3")}
-_NEEDED = {
-    "torch": (2, 9),
-    "tensordict": (0, 10),
-    "lightning": (2, 5),
-    "hydra-core": (1, 3),
-    "omegaconf": (2, 3),
-    "cloudpickle": (3,),
-}
-_EXTRAS = {"gymnasium": "gym", "torchrl": "torchrl", "matplotlib": "plots"}
+_OURS = "lightning-weightsync"
+_EXTRAS = ("gym", "torchrl", "plots")
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[.*?\])?(?P<versions>[^;]*)(?:;.*extra == ['\"](?P<extra>\w+)['\"])?")
+"""As package metadata has them; ``packaging``, which reads them too, is installed with what may be missing."""
+
+_MALICIOUS = {"lightning": "a malicious release: rotate the credentials of this machine (GHSA-w37p-236h-pfx3)"}
+"""Why versions of a package are excluded; which they are, its requirement says."""
 
 
 @dataclass(frozen=True)
@@ -103,24 +100,40 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    for name, least in _NEEDED.items():
+    """What the package's own metadata asks for, and what its extras do."""
+    try:
+        requirements = _requirements()
+    except metadata.PackageNotFoundError:
+        found = f"{_OURS} itself is not installed, so what it needs is not known"
+        yield Finding("note", "packages", found, f"pip install {_OURS}")
+        return
+    for name, versions, extra in requirements:
         try:
-            found = version(name)
-        except PackageNotFoundError:
-            yield Finding("BAD", name, "is not installed", f"pip install '{name}>={'.'.join(map(str, least))}'")
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            mend = f"pip install '{_OURS}[{extra}]', if needed" if extra else f"pip install '{name}{versions}'"
+            yield Finding("note" if extra else "BAD", name, "is not installed", mend)
             continue
-        if found in _MALICIOUS.get(name, ()):
-            mend = f"pip install -U '{name}' now, and rotate the credentials of this machine"
-            yield Finding("BAD", name, f"{found} was a malicious release", mend)
-        elif _numbers(found)[: len(least)] < least:
-            yield Finding("BAD", name, found, f"pip install -U '{name}>={'.'.join(map(str, least))}'")
-        else:
-            yield Finding("ok", name, found)
-    for module, extra in _EXTRAS.items():
-        if importlib.util.find_spec(module) is None:
-            yield Finding("note", module, "is not installed", f"pip install 'lightning_weightsync[{extra}]', if needed")
-        else:
-            yield Finding("ok", module, version(module))
+        reason = _refused(found, versions)
+        why = f", {_MALICIOUS[name]}" if reason == "excluded" and name in _MALICIOUS else ""
+        yield _judged(bool(reason), name, f"{found}{why}" if reason else found, f"pip install -U '{name}{versions}'")
+
+
+def _requirements() -> list[tuple[str, str, str]]:
+    """Name, versions and extra (``""``: always needed) of each."""
+    parsed = [match for text in metadata.requires(_OURS) or () if (match := _REQUIREMENT.match(text))]
+    found = [(match["name"], match["versions"].strip(), match["extra"] or "") for match in parsed]
+    return [one for extra in ("", *_EXTRAS) for one in found if one[2] == extra]
+
+
+def _refused(found: str, versions: str) -> str:
+    """``"excluded"`` or ``"too old"``, if a requirement such as ``>=2.5,!=2.6.2`` does not take this version."""
+    for relation, wanted in re.findall(r"(>=|!=)([\w.]+)", versions):
+        if relation == "!=" and found == wanted:
+            return "excluded"
+        if relation == ">=" and _numbers(found) < _numbers(wanted):
+            return "too old"
+    return ""
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -7,12 +7,14 @@ then. No process is started, and no socket opened.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 
 from lightning_weightsync.collectors.context import WorkerContext
@@ -110,15 +112,30 @@ def _compare(destination: str, weights: Any, target: Any, scheme: WeightSyncSche
 
 
 @contextmanager
+def _own_random_state(seed: int) -> Iterator[None]:
+    python, array = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(array)
+
+
+@contextmanager
 def dry_collector(group: CollectorGroup) -> Iterator[WorkerContext]:
-    """What worker 0 would build, in this process, for as long as the context lasts; random state is left as it was.
+    """What worker 0 would build, in this process, for as long as the context lasts.
+
+    It is seeded as the worker is (torch, numpy, random), and the state of those is left as it was.
 
     Raises:
         ConfigError: The factory raises, does not pickle, or makes no collector.
     """
     seed = group.base_seed
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with _own_random_state(seed):
         try:
             pickled = dumps(group.collector)
             factory = cloudpickle.loads(pickled) if group.num_workers else group.collector

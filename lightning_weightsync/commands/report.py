@@ -1,4 +1,4 @@
-"""``report``: one HTML page about a run, from what its folder holds."""
+"""``report``: what came of a run? One HTML page, made from what its folder holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from lightning_weightsync.commands.problems import ConfigError
-from lightning_weightsync.report.events import EVENTS, read_events
+from lightning_weightsync.report.events import EVENTS, read_run
 from lightning_weightsync.report.page import make_page
 
 
@@ -41,7 +41,7 @@ def report(folder: Path) -> str:
     """
     path = folder / EVENTS
     try:
-        run = read_events(path)
+        run = read_run(folder)
     except OSError:
         others = sorted(str(found.parent) for found in folder.rglob(EVENTS)) if folder.is_dir() else []
         hint = f"; there is one in {', '.join(others[:8])}" if others else "; runs write it unless record=false"

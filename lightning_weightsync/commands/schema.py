@@ -17,12 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from lightning_weightsync.commands.problems import ended, listed, nearest
+from lightning_weightsync.wording import ended, listed, nearest
 
 MISSING = "???"
 _HYDRA_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 _LOOK_UPS = {f"hydra.utils.get_{what}" for what in ("class", "method", "static_method", "object")}
 _NONE = type(None)
+_STRINGS = (str, Path)
+_LISTS = (list, tuple, set, collections.abc.Sequence, collections.abc.Iterable)
+_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+"""What plain values of each kind are given for."""
 
 
 def check_tree(node: Any, key: str, supplied: Mapping[str, Collection[str]]) -> list[str]:
@@ -177,14 +181,14 @@ def fits(value: Any, hint: Any, *, strict: bool = True) -> bool:
     if kind in (int, float):
         number = int if kind is int else (int, float)
         return isinstance(value, number) and not isinstance(value, bool)
-    if kind in (str, Path):
+    if kind in _STRINGS:
         return isinstance(value, str)
-    if kind in (list, tuple, set, collections.abc.Sequence, collections.abc.Iterable):
+    if kind in _LISTS:
         parts = [part for part in get_args(hint) if part is not Ellipsis]
         return isinstance(value, list) and (
             len(parts) != 1 or all(fits(element, parts[0], strict=strict) for element in value)
         )
-    if kind in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
+    if kind in _MAPPINGS:
         parts = list(get_args(hint))
         return isinstance(value, Mapping) and (
             len(parts) != 2 or all(fits(element, parts[1], strict=strict) for element in value.values())
@@ -207,16 +211,14 @@ def _expected(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(repr, get_args(hint)))}"
     kind = origin or hint
-    simple = {
+    simple: dict[Any, str] = {
         int: "an int",
         float: "a number",
-        str: "a string",
         bool: "true or false",
         _NONE: "null",
-        list: "a list",
-        collections.abc.Sequence: "a list",
-        dict: "a mapping",
-        collections.abc.Mapping: "a mapping",
+        **dict.fromkeys(_STRINGS, "a string"),
+        **dict.fromkeys(_LISTS, "a list"),
+        **dict.fromkeys(_MAPPINGS, "a mapping"),
         collections.abc.Callable: "a factory (a node with _target_ and _partial_: true, or hydra.utils.get_class)",
         Any: "a value",
     }

@@ -1,4 +1,4 @@
-"""``train``: build what a configuration names, and fit.
+"""``train``: is the task learned? Builds what a configuration names, and fits.
 
 Exits with 1 if the configuration has an ``EarlyStopping`` with a ``stopping_threshold`` (it is then *solved* or not)
 that was not reached.
@@ -10,7 +10,7 @@ import re
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -24,7 +24,7 @@ from lightning_weightsync.report.recorder import Recorder
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_weightsync.collectors.group import CollectorGroup
+    from lightning_weightsync.commands.built import Built
 
 
 def train(application: Application, started: float) -> int:
@@ -43,17 +43,17 @@ def train(application: Application, started: float) -> int:
     # The run folder is never empty: Hydra has written there. And Lightning asks torch's pytree in a way of yesterday.
     for known in ("Experiment logs directory", "`isinstance\\(treespec, LeafSpec\\)`"):
         warnings.filterwarnings("ignore", message=f".*{known}")
-    module = application.build_module()
-    group = application.build_group()
-    callbacks = application.build_callbacks(group)
-    recorder = _recorder(application, group, callbacks)
-    added: list[pl.Callback] = [recorder] if recorder is not None else []  # after UpdateWeights, whose figures it reads
-    trainer = application.build_trainer([*callbacks.values(), *added], application.build_loggers())
-    application.resolve_sources(module, trainer)
+    built = application.build()
+    group, trainer = built.group, built.trainer
     evaluation = application.build_evaluation(group)
+    recorder = _recorder(application, built)
+    if recorder is not None:  # after UpdateWeights, whose figures it reads
+        trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
     try:
-        trainer.fit(module, group, val_dataloaders=evaluation, ckpt_path=application.config.get("ckpt_path"))
+        trainer.fit(built.module, group, val_dataloaders=evaluation, ckpt_path=application.config.get("ckpt_path"))
     except (MisconfigurationException, PathError) as error:
+        if group.frames:
+            raise
         raise ConfigError(str(error)) from error
     except WeightSyncError as error:
         if group.frames or not isinstance(error, LayoutMismatchError | WorkerError):
@@ -78,11 +78,11 @@ def _in_short(error: WeightSyncError) -> str:
     return "; ".join(dict.fromkeys(re.sub(r"^worker \d+ (\(pid \d+\) )?|^worker \d+: ", "a worker ", t) for t in texts))
 
 
-def _recorder(application: Application, group: CollectorGroup, callbacks: dict[str, pl.Callback]) -> Recorder | None:
-    if not application.config.get("record", True) and not application.config.get("trace"):
+def _recorder(application: Application, built: Built) -> Recorder | None:
+    if not application.config.get("record", True):
         return None
-    updates: Any = [callbacks[key] for key in application.maps]
-    return Recorder(Path(HydraConfig.get().runtime.output_dir), group, updates, bool(application.config.get("trace")))
+    folder, trace = Path(HydraConfig.get().runtime.output_dir), bool(application.config.get("trace"))
+    return Recorder(folder, built.group, list(built.updates.values()), trace)
 
 
 def _outcome(trainer: pl.Trainer) -> str:

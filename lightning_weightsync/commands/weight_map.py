@@ -12,22 +12,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_weightsync.commands.problems import ConfigError, nearest
-from lightning_weightsync.paths import PathError, format_path, parse_path
+from lightning_weightsync.commands.problems import ConfigError
+from lightning_weightsync.commands.schema import MISSING
+from lightning_weightsync.paths import PathError, read_map
+from lightning_weightsync.wording import nearest
 
 KEY = "weight_update_map"
 
 
 def as_mapping(given: Any, key: str) -> dict[str, str] | None:
-    """A map in either form as a mapping; ``None`` for ``None``.
+    """A map in either form as a mapping, see ``paths.read_map``; ``None`` for ``None``.
 
     Args:
-        given: A mapping, or a list of ``"destination=source"``, which can hold what Hydra's command line cannot have in
-            a key: ``"replay_buffer.transforms[0]=critic"``.
+        given: As YAML has it. The list can hold what Hydra's command line cannot have in a key:
+            ``"replay_buffer.transforms[0]=critic"``.
         key: Where it is, for messages.
 
     Raises:
-        ConfigError: It is neither, a path in it cannot be read, or a destination is there twice.
+        ConfigError: It is no map, or a source is not filled in.
 
     Example:
         >>> as_mapping(["policy=actor", "replay_buffer.transforms[0]=critic"], "weight_update_map")
@@ -36,40 +38,14 @@ def as_mapping(given: Any, key: str) -> dict[str, str] | None:
     if given is None:
         return None
     if isinstance(given, Mapping):
-        pairs = [(str(destination), source) for destination, source in given.items()]
-    elif isinstance(given, list) and all(isinstance(pair, str) for pair in given):
-        pairs = []
-        for pair in given:
-            destination, equals, source = pair.partition("=")
-            if not equals:
-                raise ConfigError(
-                    f"{key}: {pair!r} is not of the form 'destination=source', for example 'policy=actor'"
-                )
-            pairs.append((destination.strip(), source.strip()))
-    else:
-        raise ConfigError(
-            f"{key}={given!r}: a mapping is needed, {{policy: actor}}, or a list, ['policy=actor'] (destination=source)"
-        )
-    found: dict[str, str] = {}
-    for destination, source in pairs:
-        if source == "???":
-            raise ConfigError(
-                f"{key}.{destination} has no value (???): name its source on the module, for example 'actor'"
-            )
-        if not isinstance(source, str):
-            raise ConfigError(f"{key}: the source of {destination!r} is a path such as 'actor', not {source!r}")
-        for path in (destination, source):
-            try:
-                parse_path(path)
-            except PathError as error:
-                raise ConfigError(f"{key}: {error}") from None
-        twice = [known for known in found if format_path(parse_path(known)) == format_path(parse_path(destination))]
-        if twice:
-            raise ConfigError(
-                f"{key}: the destination {destination!r} is there twice: from {found[twice[0]]!r} and {source!r}"
-            )
-        found[destination] = source
-    return found
+        open_ones = [name for name, source in given.items() if source == MISSING]
+        if open_ones:
+            named = "name its source on the module, for example 'actor'"
+            raise ConfigError([f"{key}.{destination} has no value (???): {named}" for destination in open_ones])
+    try:
+        return read_map(given)
+    except (PathError, TypeError) as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def scheme_nodes(destinations: list[str], exact: Mapping[str, Any], default: Any) -> dict[str, Any]:

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 EVENTS = "events.jsonl"
-"""The file in a run's folder."""
+"""The file in a run's folder; that of rank 0, if there are several."""
+
+
+def events_file(rank: int) -> str:
+    """The name of a rank's file."""
+    return EVENTS if rank == 0 else f"events-rank{rank}.jsonl"
 
 
 @dataclass
@@ -20,7 +25,8 @@ class Span:
     Attributes:
         begin: Seconds.
         end: Seconds.
-        state: As ``CollectorGroup.stats`` says it; ``"dead"`` for failed and stopped ones.
+        state: ``"waiting"``, ``"collecting"``, ``"starting"`` or ``"dead"``. Of the states in ``CollectorGroup.stats``,
+            one that is connected is waiting here; failed and stopped ones are dead.
     """
 
     begin: float
@@ -30,7 +36,7 @@ class Span:
 
 @dataclass
 class RunEvents:
-    """A run, as it was recorded.
+    """A run, as one of its ranks has recorded it.
 
     Attributes:
         start: The first event.
@@ -39,6 +45,9 @@ class RunEvents:
         evaluations: One for each validation on whole episodes.
         end: The last event of a fit that ended well.
         error: What ended it otherwise.
+        seconds: Time of the last event, which is how long the record goes.
+        began: From when on times count, in seconds since 1970; ``None``: from where the record itself counts them.
+        others: What further ranks have recorded, by rank.
     """
 
     start: dict[str, Any] = field(default_factory=dict)
@@ -48,6 +57,35 @@ class RunEvents:
     end: dict[str, Any] | None = None
     error: str | None = None
     seconds: float = 0.0
+    began: float | None = None
+    others: dict[int, RunEvents] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> dict[int, RunEvents]:
+        """This record and the others, by rank."""
+        return {int(self.start.get("rank", 0)): self, **self.others}
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take in an event; raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is none."""
+        kind = event["kind"]
+        if kind == "start":
+            self.start = event
+        shift = 0.0 if self.began is None else self.start["began"] - self.began
+        for name in ("time", "asked"):
+            if name in event:
+                event[name] += shift
+        seconds = float(event["time"])
+        if kind == "batch":
+            self.batches.append(event)
+        elif kind == "worker":
+            self.workers.setdefault(int(event["worker"]), []).append(event)
+        elif kind == "evaluation":
+            self.evaluations.append(event)
+        elif kind == "end":
+            self.end = event
+        elif kind == "exception":
+            self.error = str(event["message"])
+        self.seconds = seconds
 
     def series(self, name: str) -> list[tuple[float, float]]:
         """(time, value) of the batches that have a figure."""
@@ -62,7 +100,7 @@ class RunEvents:
 
     def pushes(self) -> list[tuple[float, float]]:
         """(time, milliseconds that one push held the trainer), a mean for each batch with pushes."""
-        return [(b["time"], b["push_ms"] / b["pushes"]) for b in self.batches if b.get("pushes") and "push_ms" in b]
+        return [(b["time"], b["stall_ms"] / b["pushes"]) for b in self.batches if b.get("pushes")]
 
     def sent(self) -> list[tuple[float, float]]:
         """(time, bytes since the batch before)."""
@@ -105,33 +143,41 @@ _ORDER = ["waiting", "collecting", "starting", "dead"]
 _STATES = {"connected": "waiting", "failed": "dead", "stopped": "dead"}
 
 
-def read_events(path: Path) -> RunEvents:
+def read_run(folder: Path) -> RunEvents:
+    """Read what all ranks of a run have recorded, on the clock of the first; a rank whose file is elsewhere is missing.
+
+    Raises:
+        OSError: There is no file of the first rank's.
+        ValueError: A file is something else.
+    """
+    run = read_events(folder / events_file(0))
+    for rank in range(1, int(run.start.get("ranks", 1))):
+        path = folder / events_file(rank)
+        if path.exists():
+            run.others[rank] = read_events(path, run.start["began"])
+    return run
+
+
+def read_events(path: Path, began: float | None = None) -> RunEvents:
     """Read a file of events.
+
+    Args:
+        path: The file.
+        began: See ``RunEvents``.
 
     Raises:
         OSError: There is none.
         ValueError: It is something else.
     """
-    run = RunEvents()
+    run = RunEvents(began=began)
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            event = json.loads(line)
-            kind, run.seconds = event["kind"], float(event["time"])
+            run.add(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):  # the process ended while it was written
+            if number == len(lines) and run.start:  # the process ended while it was written
                 break
-            raise ValueError(f"{path}:{number} is no event: {error}") from None
-        if kind == "start":
-            run.start = event
-        elif kind == "batch":
-            run.batches.append(event)
-        elif kind == "worker":
-            run.workers.setdefault(int(event["worker"]), []).append(event)
-        elif kind == "evaluation":
-            run.evaluations.append(event)
-        elif kind == "end":
-            run.end = event
-        elif kind == "exception":
-            run.error = str(event["message"])
+            raise ValueError(f"{path}:{number} is no event: {type(error).__name__}: {error}") from None
+    if not run.start:
+        raise ValueError(f"{path} does not begin with an event of kind 'start'")
     return run

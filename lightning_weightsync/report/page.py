@@ -34,8 +34,10 @@ def make_page(title: str, run: RunEvents, pictures: Mapping[str, str], configura
     )
     error = f'<p class="bad">The run ended with {escape(run.error)}</p>' if run.error else ""
     losses = "".join(
-        f"<li>{event['time']:.1f} s, worker {worker}: {escape(event['cause'])}</li>"
-        for worker, events in sorted(run.workers.items())
+        f"<li>{event['time']:.1f} s, {f'rank {rank}, ' if run.others else ''}worker {worker}: "
+        f"{escape(event['cause'])}</li>"
+        for rank, of_rank in run.ranks.items()
+        for worker, events in sorted(of_rank.workers.items())
         for event in events
         if "cause" in event and event["state"] == "failed"
     )
@@ -46,7 +48,7 @@ def make_page(title: str, run: RunEvents, pictures: Mapping[str, str], configura
         f'<table>{figures}</table><div class="plots">{plots}</div>{lost}'
         f"<h2>Overrides</h2><pre>{escape(overrides.strip()) or 'none'}</pre>"
         f"<h2>Configuration</h2><pre>{escape(configuration.strip())}</pre>"
-        f"<footer>lightning_weightsync; workers that collect ahead were looked at ten times a second"
+        f"<footer>lightning_weightsync; workers were looked at {run.start.get('looks_per_second', '?')} times a second"
         f"</footer></body></html>\n"
     )
 
@@ -55,10 +57,12 @@ def facts(run: RunEvents) -> dict[str, str]:
     """The figures at the top, by name."""
     start, end = run.start, run.end or {}
     last = run.batches[-1] if run.batches else {}
+    each = " of each rank" if run.others else ""
     told = {
         "begun": str(start.get("wall", "")),
         "module": str(start.get("module", "")),
-        "workers": f"{start.get('workers', '?')}, {'together' if start.get('sync') else 'ahead'}",
+        "workers": f"{start.get('workers', '?')}{each}, {'together' if start.get('sync') else 'ahead'}",
+        "ranks": f"{len(run.ranks)}; frames, batches and what pushes cost are rank 0's" if run.others else "",
         "destinations": ", ".join(start.get("destinations", [])),
         "time": f"{run.seconds:.1f} s",
         "frames": str(last.get("frames", 0)),
@@ -73,6 +77,6 @@ def facts(run: RunEvents) -> dict[str, str]:
             "mean stall": f"{end['mean_stall_ms']:.2f} ms",
             "time lost to pushes": f"{100 * end['share_of_time']:.2f} %",
             "staleness": f"at most {end['staleness_max']:g}",
-            "restarts": str(end["restarts"]),
+            "restarts": str(sum((of_rank.end or {}).get("restarts", 0) for of_rank in run.ranks.values())),
         }
     return {name: value for name, value in told.items() if value}

@@ -76,21 +76,17 @@ def _bytes(axes: Any, run: RunEvents) -> None:
 
 
 def _workers(axes: Any, run: RunEvents) -> None:
-    for worker in sorted(run.workers):
+    rows = [(rank, of_rank, worker) for rank, of_rank in run.ranks.items() for worker in sorted(of_rank.workers)]
+    for row, (_, of_rank, worker) in enumerate(rows):
         for state, colour in COLOURS.items():
-            bars = [(s.begin, s.end - s.begin) for s in run.spans(worker) if s.state == state]
-            axes.broken_barh(
-                bars, (worker - 0.35, 0.7), facecolors=colour, label=state if worker == min(run.workers) else None
-            )
-        axes.plot(
-            run.switches(worker),
-            [worker] * len(run.switches(worker)),
-            "|",
-            color="black",
-            markersize=9,
-            label="switched" if worker == min(run.workers) else None,
-        )
-    axes.set(xlabel="seconds", ylabel="worker", yticks=sorted(run.workers))
+            bars = [(s.begin, s.end - s.begin) for s in of_rank.spans(worker) if s.state == state]
+            axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=colour, label=None if row else state)
+        moments = of_rank.switches(worker)
+        label = None if row else "switched"
+        axes.plot(moments, [row] * len(moments), "|", color="black", markersize=9, label=label)
+    names = [f"rank {rank}: {worker}" if run.others else str(worker) for rank, _, worker in rows]
+    axes.set(xlabel="seconds", ylabel="worker")
+    axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.2))
 
@@ -101,5 +97,5 @@ _PLOTS: list[tuple[str, Callable[[RunEvents], bool], Callable[..., None]]] = [
     ("Staleness", lambda run: bool(run.staleness()), _staleness),
     ("Push latency", lambda run: bool(run.pushes()), _latency),
     ("Bytes", lambda run: bool(run.sent()), _bytes),
-    ("Workers", lambda run: bool(run.workers), _workers),
+    ("Workers", lambda run: any(of_rank.workers for of_rank in run.ranks.values()), _workers),
 ]

@@ -1,10 +1,11 @@
 """What happens in a run? Written down as it happens: a line of JSON for each batch, and for each change of a worker.
 
-Written by the trainer's side only (rank 0), from what the callback logs and the group's public figures; workers do
-nothing for it. A thread looks at the workers ten times a second. The file is ``events.jsonl`` in the run folder; times
-are seconds since the recorder was made, on a monotonic clock.
+Written by the trainer's side only, from what the callback logs and the group's public figures; workers do nothing for
+it. A thread looks at the workers ten times a second. The file is ``events.jsonl`` in the run folder, and another one
+for each further rank, which has workers of its own. Times are seconds since the recorder was made, on a monotonic
+clock; ``began`` is when that was, by the wall clock, in seconds since 1970.
 
-    {"kind": "start", "time": 1.2, "wall": "…", "workers": 2, "sync": true, …}
+    {"kind": "start", "time": 1.2, "wall": "…", "began": 1764502102.8, "rank": 0, "ranks": 1, …}
     {"kind": "worker", "time": 1.3, "worker": 0, "state": "collecting", "version": 3, "pid": …, "restarts": 0}
     {"kind": "batch", "time": 2.0, "asked": 1.5, "waited": 0.4, "step": 1, "frames": 2048, "ages": {"0": 2048}, …}
     {"kind": "evaluation", "time": 3.0, "frames": 2048, "return": 21.5}
@@ -19,14 +20,14 @@ import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from tensordict import TensorDictBase
 
 from lightning_weightsync.callback import UpdateWeights
-from lightning_weightsync.report.events import EVENTS
+from lightning_weightsync.report.events import events_file
 from lightning_weightsync.report.trace import write_trace
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FIGURES = {
-    "weight_sync/push_ms": "push_ms",
     "weight_sync/bytes": "bytes",
     "weight_sync/staleness_mean": "staleness_mean",
     "weight_sync/staleness_max": "staleness_max",
@@ -49,6 +49,13 @@ _FIGURES = {
 _OF_WORKER = ("state", "pid", "version", "restarts", "dropped")
 
 
+class Pushes(NamedTuple):
+    """How many, and how long they have held the trainer together."""
+
+    number: int
+    stall_seconds: float
+
+
 class Recorder(pl.Callback):
     """Writes events of one fit. It has to come after the ``UpdateWeights`` callbacks, whose figures it reads.
 
@@ -56,17 +63,18 @@ class Recorder(pl.Callback):
         folder: Of the run; made if it is not there.
         group: Whose workers are looked at.
         updates: The callbacks that push.
-        trace: Whether ``trace.json`` is made of the events in the end; workers are looked at ten times as often then.
+        trace: Whether ``trace.json`` is made of rank 0's events in the end; workers are looked at ten times as often
+            then.
     """
 
     def __init__(self, folder: Path, group: CollectorGroup, updates: list[UpdateWeights], trace: bool = False) -> None:
-        self.path = Path(folder) / EVENTS
+        self.path = Path(folder) / events_file(0)
         self.totals = Totals()
         self._group = group
         self._updates = updates
         self._trace = trace
         self._interval = 0.01 if trace else 0.1
-        self._began = time.monotonic()
+        self._began, self._began_wall = time.monotonic(), time.time()
         self._file: IO[str] | None = None
         self._writing = threading.Lock()
         self._ended = threading.Event()
@@ -74,12 +82,15 @@ class Recorder(pl.Callback):
         self._last = 0.0
         self._waited = 0.0
         self._ages: dict[str, int] = {}
-        self._pushes = 0
+        self._before: dict[str, torch.Tensor] = {}
+        self._pushes = Pushes(0, 0.0)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin the file, and to look at the workers."""
-        if stage != "fit" or not trainer.is_global_zero:
+        if stage != "fit":
             return
+        self.path = self.path.with_name(events_file(trainer.global_rank))
+        self._trace = self._trace and trainer.is_global_zero
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", encoding="utf-8")
@@ -90,9 +101,13 @@ class Recorder(pl.Callback):
         self._write(
             "start",
             wall=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            began=self._began_wall,
+            rank=trainer.global_rank,
+            ranks=trainer.world_size,
             module=type(pl_module).__name__,
             workers=group.num_workers,
             sync=group.sync,
+            looks_per_second=round(1 / self._interval),
             destinations=sorted(group.weight_sync_schemes),
         )
         self._ended.clear()
@@ -121,7 +136,7 @@ class Recorder(pl.Callback):
         asked, self._last = self._last, self._now()
         known = trainer.callback_metrics
         figures = {short: float(known[name]) for name, short in _FIGURES.items() if name in known}
-        pushes, self._pushes = self._pushes_so_far() - self._pushes, self._pushes_so_far()
+        pushes = self._new_pushes()
         self.totals.add(figures, pushes, self._last)
         self._write(
             "batch",
@@ -130,22 +145,27 @@ class Recorder(pl.Callback):
             step=trainer.global_step,
             frames=self._group.frames,
             version=self._group.version,
-            pushes=pushes,
+            pushes=pushes.number,
+            **({"stall_ms": round(1e3 * pushes.stall_seconds, 4)} if pushes.number else {}),
             ages=self._ages,
             **figures,
         )
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note what is known already: training may log returns of episodes too."""
+        self._before = _returns(trainer)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write what an evaluation has come to."""
-        known = trainer.callback_metrics
-        found = [name for name in known if name.endswith("episode_return") and not name.startswith("collect/")]
+        # What was logged in between is another tensor, even if it holds the same number.
+        found = [value for name, value in _returns(trainer).items() if value is not self._before.get(name)]
         if found and not trainer.sanity_checking:
-            self._write("evaluation", frames=self._group.frames, **{"return": float(known[found[0]])})
+            self._write("evaluation", frames=self._group.frames, **{"return": float(found[0])})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write what the run has come to."""
         figures = self._group.metrics()
-        self.totals.pushes += self._pushes_so_far() - self._pushes
+        self.totals.add_pushes(self._new_pushes())
         self.totals.nbytes = figures["weight_sync/bytes"]
         self.totals.restarts = int(figures["weight_sync/worker_restarts"])
         self.totals.ended = self._now()
@@ -160,8 +180,13 @@ class Recorder(pl.Callback):
         self._write("exception", message=f"{type(exception).__name__}: {exception}"[:2000])
         self._close()
 
-    def _pushes_so_far(self) -> int:
-        return sum(update.num_pushes for update in self._updates)
+    def _pushes_so_far(self) -> Pushes:
+        return Pushes(sum(u.num_pushes for u in self._updates), sum(u.stall_seconds for u in self._updates))
+
+    def _new_pushes(self) -> Pushes:
+        """Since the last call."""
+        before, self._pushes = self._pushes, self._pushes_so_far()
+        return Pushes(self._pushes.number - before.number, self._pushes.stall_seconds - before.stall_seconds)
 
     def _now(self) -> float:
         return time.monotonic() - self._began
@@ -207,6 +232,11 @@ class Recorder(pl.Callback):
                     self._give_up(error)
 
 
+def _returns(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """What is known of episodes' returns, by the names under which it was logged."""
+    return {name: value for name, value in trainer.callback_metrics.items() if name.endswith("episode_return")}
+
+
 class Totals:
     """What the pushes of a fit have come to.
 
@@ -218,20 +248,22 @@ class Totals:
         self.began = self.ended = began
         self.batches = 0
         self.pushes = 0
-        self.push_seconds = 0.0
-        self.timed_pushes = 0
+        self.stall_seconds = 0.0
         self.staleness_max = 0.0
         self.nbytes = 0.0
         self.restarts = 0
 
-    def add(self, figures: dict[str, float], pushes: int, now: float) -> None:
-        """Take in one batch."""
+    def add(self, figures: dict[str, float], pushes: Pushes, now: float) -> None:
+        """Take in one batch, and the pushes in it."""
         self.batches += 1
-        self.pushes += pushes
-        self.timed_pushes += pushes
-        self.push_seconds += figures.get("push_ms", 0.0) / 1e3
+        self.add_pushes(pushes)
         self.staleness_max = max(self.staleness_max, figures.get("staleness_max", 0.0))
         self.ended = now
+
+    def add_pushes(self, pushes: Pushes) -> None:
+        """Take in pushes, those at the end of a fit too."""
+        self.pushes += pushes.number
+        self.stall_seconds += pushes.stall_seconds
 
     def as_json(self) -> dict[str, Any]:
         """Numbers by name; times in ms and s."""
@@ -239,8 +271,8 @@ class Totals:
             "batches": self.batches,
             "pushes": self.pushes,
             "bytes": int(self.nbytes),
-            "mean_stall_ms": 1e3 * self.push_seconds / max(1, self.timed_pushes),
-            "share_of_time": self.push_seconds / max(1e-9, self.ended - self.began),
+            "mean_stall_ms": 1e3 * self.stall_seconds / max(1, self.pushes),
+            "share_of_time": self.stall_seconds / max(1e-9, self.ended - self.began),
             "staleness_max": self.staleness_max,
             "restarts": self.restarts,
             "seconds": self.ended - self.began,

@@ -29,7 +29,7 @@ def trace_events(run: RunEvents) -> Iterator[dict[str, Any]]:
     yield _name(0, "trainer")
     for batch in run.batches:
         begun = batch["asked"] + batch["waited"]
-        push = min(batch.get("push_ms", 0.0) / 1e3, batch["time"] - begun)
+        push = min(batch.get("stall_ms", 0.0) / 1e3, batch["time"] - begun)  # all of the batch, drawn at its end
         facts: dict[str, Any] = {name: batch[name] for name in ("frames", "version", "pushes", "ages") if name in batch}
         yield _span(0, "wait for a batch", batch["asked"], begun, facts)
         yield _span(0, "learn", begun, batch["time"] - push, facts)

@@ -5,19 +5,18 @@ Wrappers (adapters, say) put parts into names that no receiver knows. A strict r
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
+
+from lightning_weightsync.wording import nearest_or_listed
 
 if TYPE_CHECKING:
     from lightning_weightsync.schemes.strategy import Weights
 
 NameMap: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 """Leading parts of the source's names -> what stands there instead, or a function from name to name."""
-
-_NAMES_SHOWN = 5
 
 
 class Renamed:
@@ -69,7 +68,9 @@ class Renamed:
             used = {_start(self.names, name) for name in own}
             unused = [start for start in self.names if start not in used]
             if unused:
-                raise ValueError(f"name map: no leaf begins with {unused[0]!r}{_nearest(unused[0], own)}")
+                raise ValueError(
+                    f"name map: no leaf begins with {unused[0]!r}{nearest_or_listed(unused[0], own, 5, 0.5)}"
+                )
         renamed: dict[str, Tensor] = {}
         for name, leaf in own.items():
             new = self.rename(name)
@@ -98,11 +99,3 @@ def _start(names: Mapping[str, str | None], name: str) -> str | None:
             return None
         start = start.rpartition(".")[0]
     return start
-
-
-def _nearest(wanted: str, names: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
-    if close:
-        return f"; did you mean {' or '.join(map(repr, close))}?"
-    shown = list(names)[:_NAMES_SHOWN]
-    return f"; there is {', '.join(map(repr, shown))}{' and more' if len(names) > len(shown) else ''}"

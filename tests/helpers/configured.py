@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import ConfigKeyError
 from tensordict import TensorDict
 from torch import nn
@@ -105,6 +106,55 @@ class FailsInTraining(Probe):
         if batch_idx == 1:
             raise ConfigKeyError("my own error")
         return super().training_step(batch, batch_idx)
+
+
+class Adapted(Probe):
+    """What goes to ``policy`` is made by a method, or has another name for its leaf."""
+
+    def __init__(self):
+        super().__init__()
+        self.wrapped = nn.ModuleDict({"base_layer": Constants(5.0), "adapter": Constants(6.0)})
+
+    def merged(self):
+        return {"value": self.actor.value + self.other.value}
+
+    def of_the_run(self):
+        return {"value": self.actor.value * self.trainer.world_size}
+
+
+class BuiltLater(Probe):
+    """Has a ``setup`` for reasons of its own."""
+
+    def setup(self, stage):
+        self.late = Constants(7.0)
+
+
+class Misconfigured(Probe):
+    """Finds something wrong at the beginning, or when it has learned from a batch."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def on_train_start(self):
+        self.complain(0)
+
+    def on_train_batch_end(self, *args):
+        self.complain(1)
+
+    def complain(self, now):
+        if now == self.at:
+            raise MisconfigurationException("found late")
+
+
+class Helpful(pl.LightningModule):
+    """Its constructor says what to do about a missing file."""
+
+    def __init__(self, sort="error"):
+        super().__init__()
+        if sort == "nested":
+            raise ValueError("no data: run make data") from FileNotFoundError("data.npz")
+        raise ValueError("no traceback of its own") from ArithmeticError()
 
 
 class Raises(pl.LightningModule):

@@ -1,14 +1,17 @@
 """The subcommands: what they print, and what overrides on the command line do to a run, measured in the run."""
 
+import html
 import json
 import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, GymCollector, UpdateWeights
@@ -16,6 +19,7 @@ from lightning_weightsync.commands.composing import rewrite
 from lightning_weightsync.commands.plan import find_routes
 from lightning_weightsync.commands.problems import ConfigError
 from lightning_weightsync.errors import LayoutMismatchError
+from lightning_weightsync.report.events import read_events, read_run
 from tests.helpers.configured import Constants, Probe, Shown
 
 ROOT = Path(__file__).parents[2]
@@ -207,6 +211,7 @@ def test_report_is_one_page_with_its_plots_inside(small_runs):
     page = report(folder)
     assert page.count('src="data:image/png;base64,') == page.count("<img") == 4  # no episodes here, so no returns
     assert "http" not in page.replace("http-equiv", "")
+    assert "looked at 10 times a second" in page and "looked at 100 times" in report(folders["another seed"])
     for text in ("Staleness", "Push latency", "Workers", "tests.helpers.configured.Probe", "time lost to pushes"):
         assert text in page
 
@@ -231,6 +236,74 @@ def test_report_reads_a_run_that_was_killed_as_far_as_it_goes(tmp_path):
         report(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "does not begin with an event of kind 'start'"),
+        ("garbage", "1 is no event"),
+        ('{"kind": "sta', "1 is no event"),
+        (
+            '{"kind": "start", "time": 0.0}\n{"kind": "worker", "time": 0.1}\n{"kind": "end", "time": 1.0}',
+            "2 is no event",
+        ),
+        ('{"kind": "end", "time": 1.0}', "does not begin"),
+        ("[]", "1 is no event"),
+    ],
+)
+def test_what_is_no_record_of_a_run_is_said_to_be_none(tmp_path, text, why):
+    (tmp_path / "events.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=why):
+        read_events(tmp_path / "events.jsonl")
+
+
+def test_a_report_shows_the_workers_of_all_ranks_on_one_clock(tmp_path):
+    pytest.importorskip("matplotlib")
+    from lightning_weightsync.commands.report import report
+
+    for rank, name in enumerate(["events.jsonl", "events-rank1.jsonl", "events-rank2.jsonl"]):
+        start = {"kind": "start", "time": 0.5, "began": 1000.0 + 7 * rank, "rank": rank, "ranks": 2, "workers": 1}
+        worker = {"kind": "worker", "worker": 0, "pid": 1, "state": "collecting", "version": 0}
+        lines = [start, worker | {"time": 1.0}, worker | {"time": 2.0, "version": 1}]
+        lines.append(worker | {"time": 3.0, "version": 1, "state": "failed", "cause": f"lost by rank {rank}"})
+        lines.append({"kind": "batch", "time": 3.5, "asked": 3.0, "waited": 0.1, "version": 1})
+        costs = {"pushes": 9, "bytes": 1, "mean_stall_ms": 1.0, "share_of_time": 0.1, "staleness_max": 0}
+        lines.append({"kind": "end", "time": 4.0, "restarts": 1 + rank, **costs})
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
+    run = read_run(tmp_path)
+    assert list(run.ranks) == [0, 1]  # the third file is of an earlier run
+    assert [(span.begin, span.end) for span in run.spans(0)] == [(1.0, 3.0), (3.0, 4.0)]
+    assert [(span.begin, span.end) for span in run.others[1].spans(0)] == [(8.0, 10.0), (10.0, 11.0)]
+    assert run.others[1].switches(0) == [9.0] and run.others[1].batches[0]["asked"] == 10.0
+    page = html.unescape(report(tmp_path))
+    assert "3.0 s, rank 0, worker 0: lost by rank 0" in page and "10.0 s, rank 1, worker 0: lost by rank 1" in page
+    assert "<td>restarts</td><td>3</td>" in page
+    assert "<td>pushes</td><td>9</td>" in page and "what pushes cost are rank 0's" in page
+
+
+class Evaluated(Probe):
+    """Logs returns of its training too, first and under a name that comes first."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("a_train/episode_return", 1.0 + batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/episode_return", 5.0)
+
+    def val_dataloader(self):
+        return [torch.zeros(1)]
+
+
+def test_an_evaluation_is_what_was_logged_in_validation(tmp_path):
+    recorded(tmp_path, Evaluated(), batches=2, max_epochs=3)
+    assert [event["return"] for event in read_events(tmp_path / "events.jsonl").evaluations] == [5.0] * 3
+    (tmp_path / "training").mkdir()
+    module = Evaluated()
+    module.validation_step = lambda batch, batch_idx: None
+    recorded(tmp_path / "training", module, batches=2, max_epochs=3)
+    assert read_events(tmp_path / "training" / "events.jsonl").evaluations == []
+
+
 def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     from lightning_weightsync.report.recorder import Recorder
 
@@ -245,6 +318,84 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     trainer.fit(Probe(), group)
     assert recorder.totals.pushes == update.num_pushes == 2
     assert "events.jsonl is not written" in caplog.text
+
+
+# --- what pushes cost ----------------------------------------------------------------------------------------------
+
+
+class ManySteps(Probe):
+    """Three optimizer steps in each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(3):
+            loss = super().training_step(batch, batch_idx)
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+
+def recorded(folder, module, batches=8, several=1, max_epochs=1, **options):
+    """The recorder of a short fit, and what each push has taken: (seconds, how many batches had begun)."""
+    from lightning_weightsync.report.recorder import Recorder
+
+    group = CollectorGroup(
+        Shown, 0, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}, batches_per_epoch=batches
+    )
+    pushes, push = [], group.update_policy_weights_
+
+    def slow(**weights):
+        started = time.perf_counter()
+        time.sleep(0.005 + 0.01 * (len(pushes) % 2))  # one figure for several of them would be wrong
+        push(**weights)
+        pushes.append((time.perf_counter() - started, group.frames // 4))
+
+    group.update_policy_weights_ = slow
+    updates = [UpdateWeights(group, weight_update_map={"policy": "actor"}, **options) for _ in range(several)]
+    recorder = Recorder(folder, group, updates, trace=True)
+    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_epochs=max_epochs, accelerator="cpu", logger=False, default_root_dir=folder, **quiet)
+    for number, update in enumerate(updates):
+        update.register(trainer, f"number {number}")
+    trainer.callbacks.append(recorder)
+    trainer.fit(module, group)
+    return recorder, [push for push in pushes if push[1]]  # a second callback's first push is how it connects
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Probe, {"update_weights_interval": 3}),
+        (ManySteps, {"interval_unit": "optim_steps"}),
+        (ManySteps, {"interval_unit": "optim_steps", "update_weights_interval": 2}),
+        (Probe, {"update_weights_interval": 3, "several": 2}),
+    ],
+    ids=["every third batch", "three in each batch", "one or two in each batch", "two callbacks"],
+)
+def test_what_pushes_cost_is_the_sum_of_them_all_and_of_nothing_else(tmp_path, make, options):
+    recorder, pushes = recorded(tmp_path, make(), **options)
+    measured = sum(seconds for seconds, _ in pushes)
+    totals = recorder.totals.as_json()
+    assert totals["pushes"] == len(pushes)
+    assert totals["mean_stall_ms"] == pytest.approx(1e3 * measured / len(pushes), rel=0.1)
+    assert totals["share_of_time"] * totals["seconds"] == pytest.approx(measured, rel=0.1)
+
+    batches = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    batches = [event for event in batches if event["kind"] == "batch"]
+    assert len(batches) == 8
+    last = len(pushes) - sum(batch["pushes"] for batch in batches)  # those of the end belong to no batch
+    for number, batch in enumerate(batches, 1):
+        of_batch = [seconds for seconds, begun in pushes[: len(pushes) - last] if begun == number]
+        assert batch["pushes"] == len(of_batch)
+        assert batch.get("stall_ms", 0.0) == pytest.approx(1e3 * sum(of_batch), rel=0.1)
+    spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    drawn = sum(span["dur"] for span in spans if span["name"] == "push") / 1e6
+    assert drawn == pytest.approx(sum(s for s, _ in pushes[: len(pushes) - last]), rel=0.1)
+    held = [ms for _, ms in read_events(tmp_path / "events.jsonl").pushes()]
+    assert max(held) < 25 and min(held) > 5  # of one push each
 
 
 # --- bench, doctor, template, help ---------------------------------------------------------------------------------
@@ -278,14 +429,26 @@ def test_doctor_says_what_is_wrong_and_how_to_mend_it(capsys, monkeypatch):
     assert any(line.startswith("note environment      RANK set") for line in lines)
 
 
-def test_help_and_the_template_need_nothing_heavy(tmp_path):
+HIDDEN = ("torch", "tensordict", "lightning", "hydra", "omegaconf", "cloudpickle")
+
+
+def test_help_the_template_and_doctor_need_nothing_heavy(tmp_path):
+    """``doctor`` is for a machine on which something is missing, or broken."""
     code = "\n".join(
         [
             "import sys",
+            f"sys.modules.update(dict.fromkeys({HIDDEN}))",
             "from lightning_weightsync.cli import run",
             "assert run(['--help']) == 0",
             "assert run(['template', 'my.yaml']) == 0",
-            "print(sorted({'torch', 'lightning', 'hydra'} & set(sys.modules)))",
+            "from importlib import metadata",
+            "version = metadata.version",
+            "def without_hydra(name):",
+            "    if name == 'hydra-core':",
+            "        raise metadata.PackageNotFoundError(name)",
+            "    return version(name)",
+            "metadata.version = without_hydra",
+            "assert run(['doctor']) == 1",
         ]
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -293,9 +456,11 @@ def test_help_and_the_template_need_nothing_heavy(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
     assert "lightning-weightsync --multirun my.yaml" in done.stdout
     assert (tmp_path / "my.yaml").read_text() == (PACKAGE / "configs" / "template.yaml").read_text()
+    (at,) = [i for i, line in enumerate(done.stdout.splitlines()) if line.startswith("BAD  hydra-core")]
+    told = done.stdout.splitlines()[at : at + 2]
+    assert "is not installed" in told[0] and "-> pip install 'hydra-core>=1.3'" in told[1]
 
 
 def test_the_shell_completes_groups_of_the_file_that_is_named():
@@ -372,3 +537,9 @@ def test_two_ranks_have_one_run_folder_and_the_same_configuration(tmp_path):
     assert [batches[0]["models"][:2] for batches in ranks] == [[[1.0], [2.0]]] * 2
     assert ranks[0][0]["observation"] != ranks[1][0]["observation"]
     assert done.stdout.count("finished frames=12 ") == 1
+    run = read_run(tmp_path / "run")
+    assert list(run.ranks) == [0, 1]
+    for of_rank in run.ranks.values():
+        assert list(of_rank.workers) == [0] and [batch["frames"] for batch in of_rank.batches] == [4, 8, 12]
+    ends = [of_rank.batches[0]["time"] for of_rank in run.ranks.values()]
+    assert abs(ends[0] - ends[1]) < 1  # they learn together

@@ -1,5 +1,6 @@
 """A group with ``sync=False``, without Lightning: order, versions, staleness, back-pressure, ends."""
 
+import logging
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from lightning_weightsync import (
     WorkerDied,
     WorkerError,
 )
+from lightning_weightsync.collectors.late import EVERY
 from lightning_weightsync.collectors.rollouts import NUM_SLOTS
 from tests.helpers import collectors
 from tests.helpers.collectors import (
@@ -321,8 +323,10 @@ def test_no_batch_is_older_than_the_bound_and_a_slow_worker_does_not_slow_the_tr
 
 
 @pytest.mark.slow
-def test_what_is_dropped_is_counted_and_nothing_else_is_missing():
+def test_what_is_dropped_is_counted_and_told_and_nothing_else_is_missing(caplog):
     """Nobody can foresee three pushes at once every now and then."""
+    caplog.set_level(logging.INFO, "lightning_weightsync")
+    started = time.monotonic()
     with group_of(2, partial(paced_collector, seconds=(0.001, 0.001)), max_staleness=1) as group:
         group.update_policy_weights_(Policy(0))
         numbers = {0: [], 1: []}
@@ -337,6 +341,8 @@ def test_what_is_dropped_is_counted_and_nothing_else_is_missing():
             missing = numbers[worker][-1] + 1 - len(numbers[worker])
             assert missing <= stats[worker]["dropped"] <= missing + NUM_SLOTS
         assert 5 < sum(stat["dropped"] for stat in stats.values()) < 100
+        told = [r.getMessage() for r in caplog.records if "dropped as too old" in r.getMessage()]
+        assert 1 <= len(told) <= 2 * (1 + (time.monotonic() - started) // EVERY) and "(max_staleness=1)" in told[0]
         assert group.frames == 200 * FRAMES
         assert len(numbers[0]) > 50 and len(numbers[1]) > 50
 

@@ -59,7 +59,7 @@ CASES = {
     "a pair without a source": (["check", CARTPOLE, f'{MAP}=["policy"]'], [MAP, "'policy'", "'destination=source'"]),
     "a destination twice": (
         ["check", CARTPOLE, f'{MAP}=["policy=actor","policy=critic"]'],
-        [MAP, "'policy' is there twice", "'actor' and 'critic'"],
+        [MAP, "'policy' is given twice", "'actor' and 'critic'"],
     ),
     "a malformed path": (["check", CARTPOLE, f'{MAP}=["policy=actor["]'], [MAP, "'actor['", "a path is names, [int]"]),
     "another layout": (
@@ -161,6 +161,15 @@ CASES = {
             "weight_update_map.policy has no value (???)",
             "collector.collector.env",
         ],
+    ),
+    "a file that Hydra does not read": (["check", "conf/my.yml"], ["conf/my.yml", "rename it to conf/my.yaml"]),
+    "two files": (
+        ["check", CARTPOLE, "configs/pendulum_sac.yaml"],
+        [f"configs/pendulum_sac.yaml: the configuration is {CARTPOLE} already; name one file"],
+    ),
+    "a getter beside a map that is not filled in": (
+        ["check", CARTPOLE, f"{MAP}=???", f"{UPDATE}.policy_weights_getter={{_target_: torch.zeros}}"],
+        [f"{MAP} has no value (???)", "or null, where policy_weights_getter or sender is given in its place"],
     ),
     "no such file": (["check", "configs/cartpole.yaml"], ["there is no file configs/cartpole.yaml"]),
     "a list without quotes": ([CARTPOLE, f"{MAP}=[policy=actor]"], [MAP, "cannot be read", "quote it"]),

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_weightsync import LayoutMismatchError, Renamed, UpdateWeights
 from lightning_weightsync.paths import PathError
+from lightning_weightsync.sources import Sources
 from tests.helpers.fit import Learner, ManualLearner, Recorder, Rows, fit, make_callback, make_group, make_trainer
 from tests.helpers.policies import Policy, sha256
 from tests.helpers.processes import wait_until
@@ -326,3 +327,10 @@ def test_weights_under_other_names_can_be_pushed_without_lightning(worker):
     td = TensorDict({"inner": {name: leaf.clone() for name, leaf in Policy(32).state_dict().items()}}, [])
     worker.update_policy_weights_(Renamed(td, {"inner": ""}))
     assert worker.digest() == {0: sha256(Policy(32))}
+
+
+def test_paths_that_cannot_be_followed_yet_say_what_comes_first():
+    sources = Sources({"policy": "actor"}, None)
+    for read in (sources.resolve, sources.weights, sources.parameters):
+        with pytest.raises(RuntimeError, match=r"bind\(\) comes first"):
+            read()

@@ -109,6 +109,16 @@ def test_what_is_older_than_the_bound_is_dropped_and_its_slot_is_free():
     assert (0, 0) not in asked(feed, 7), "a worker whose batch came too late is held back"
 
 
+def test_what_was_dropped_is_told_once():
+    feed = Feed(range(2), SLOTS, max_staleness=2)
+    asked(feed)
+    feed.arrived(0, 0, 4)
+    feed.arrived(1, 0, 5)
+    assert feed.next(7) is not None
+    assert [(batch.worker, batch.oldest) for batch in feed.take_dropped()] == [(0, 4)]
+    assert feed.take_dropped() == []
+
+
 def test_with_a_bound_the_batch_that_is_oldest_goes_first():
     feed = Feed(range(3), SLOTS, max_staleness=5)
     asked(feed)

@@ -202,6 +202,8 @@ def test_a_property_that_raises_is_not_hidden_by_the_next_root():
             {"replay_buffer.transforms[0]": "norm", "policy": "actor"},
         ),
         (["nets['a=b']=nets['c=d']"], {"nets['a=b']": "nets['c=d']"}),
+        (["""nets["it's"]=critic"""], {"""nets["it's"]""": "critic"}),
+        ([" t.0 = b", "t[1]=c", "0=d"], {"t.0": "b", "t[1]": "c", "0": "d"}),
         ([], {}),
     ],
 )
@@ -219,7 +221,14 @@ def test_a_map_is_read_from_a_mapping_or_from_lines(given, expected):
         (["policy=actor["], PathError, "malformed"),
         (["policy="], PathError, "malformed"),
         ([("policy", "actor")], TypeError, r"got \('policy', 'actor'\) \(tuple\)"),
-        ({"policy": None}, TypeError, "got None"),
+        ({"policy": None}, TypeError, "the source of 'policy': .*got None"),
+        ({3: "actor"}, TypeError, r"a destination: .*got 3 \(int\)"),
+        ({"polcy[": "actor"}, PathError, r"a destination: path 'polcy\[' is malformed"),
+        (["t[0]=a", "t.0=b"], PathError, "'t.0' is given twice: 'a' and 'b'"),
+        ({"t[0]": "a", "t.0": "b"}, PathError, "'t.0' is given twice: 'a' and 'b'"),
+        (["nets[=actor"], PathError, r"where a = is expected, there is '\[=actor': write"),
+        (["=actor"], PathError, "a destination: path '' is malformed"),
+        (3, TypeError, "got the int 3"),
     ],
 )
 def test_a_map_that_cannot_be_read_says_why(given, error, text):

@@ -1,6 +1,7 @@
 """Which plain values fit which annotations, and what is told of those that do not."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Optional
 
 import pytest
@@ -75,6 +76,26 @@ def test_every_node_of_a_tree_is_looked_at_and_every_problem_told():
         "list[1]",
         "deep.er._target_",
     ]
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        (Path, "a string"),
+        (Path | None, "a string or null"),
+        (Iterable[str], "a list"),
+        (tuple[int, int], "a list"),
+        (set, "a list"),
+        (MutableMapping[str, int], "a mapping"),
+    ],
+)
+def test_what_is_needed_is_what_would_fit(hint, expected):
+    def callee(value: hint) -> None:
+        """Takes that."""
+
+    assert check_arguments(callee, {"value": 3}, "node") == [f"node.value=3: {expected} is needed"]
+    plain = {"a string": "a", "a string or null": None, "a list": [], "a mapping": {}}[expected]
+    assert fits(plain, hint)
 
 
 @pytest.mark.parametrize(

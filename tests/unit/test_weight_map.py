@@ -10,19 +10,26 @@ def test_both_forms_mean_the_same():
     mapping = {"policy": "actor", "replay_buffer.transforms[0]": "nets['q']"}
     assert as_mapping(mapping, "map") == mapping
     assert as_mapping(["policy=actor", "replay_buffer.transforms[0] = nets['q']"], "map") == mapping
+    assert as_mapping(["t['x=y']=critic", """nets["it's"]=a"""], "map") == {
+        "t['x=y']": "critic",
+        """nets["it's"]""": "a",
+    }
     assert as_mapping(None, "map") is None
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["policy"], "map: 'policy' is not of the form 'destination=source'"),
-        ("policy=actor", "map='policy=actor': a mapping is needed"),
-        (["policy=actor", "policy=critic"], "the destination 'policy' is there twice: from 'actor' and 'critic'"),
-        (["nets[0]=a", "nets.0=b"], "the destination 'nets.0' is there twice"),
+        (["policy"], "map: 'policy' is no line of a map, .*'destination=source'"),
+        ("policy=actor", "map: a map is a mapping, .* or a list .*; got the string 'policy=actor'"),
+        (["policy=actor", "policy=critic"], "the destination 'policy' is given twice: 'actor' and 'critic'"),
+        (["nets[0]=a", "nets.0=b"], "the destination 'nets.0' is given twice: 'a' and 'b'"),
         (["policy=actor["], r"path 'actor\[' is malformed"),
         (["policy="], "path '' is malformed"),
-        ({"policy": 3}, "the source of 'policy' is a path such as 'actor', not 3"),
+        (["=actor"], "a destination: path '' is malformed"),
+        (3, "map: a map is a mapping, .*; got the int 3"),
+        ({"policy": 3}, "the source of 'policy': a path is a string, got 3"),
+        ({3: "actor"}, "map: a destination: a path is a string, got 3"),
         ({"policy": "???"}, r"map.policy has no value"),
     ],
 )
