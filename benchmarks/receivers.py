@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from benchmarks.holdings import memory
 from benchmarks.models import KINDS, checksum, leaves
 
 _PRELOADED = ["tensordict", "lightning_weightsync.schemes.distributed", "benchmarks.receivers"]
@@ -187,7 +188,7 @@ def _private_bytes_with_all_read(model: nn.Module) -> int:
 
 def _private_bytes() -> int:
     """Memory of this process that no other shares; 0 where the kernel does not say."""
-    with contextlib.suppress(OSError):
-        rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith("Private_"))
-    return 0
+    try:
+        return memory(os.getpid())[1]
+    except OSError:
+        return 0
