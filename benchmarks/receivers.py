@@ -8,7 +8,6 @@ alone.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -29,9 +28,9 @@ from torch import nn
 
 from benchmarks.holdings import memory
 from benchmarks.models import KINDS, checksum, leaves
+from benchmarks.parent import end_with_parent
 
 _PRELOADED = ["tensordict", "lightning_weightsync.schemes.distributed", "benchmarks.receivers"]
-_PR_SET_PDEATHSIG = 1
 _SECONDS_TO_END = 10.0
 _SECONDS_TO_ANSWER = 120.0
 
@@ -145,7 +144,7 @@ def _receiver(pipe: Connection, kind: str, end: ReceivingEnd) -> None:
     """The receiver's main thread serves; a second one answers questions, and ends the process with the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # the pipe's end does not wake a stopped process, SIGKILL does
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         _let_fork_server_end()
     torch.set_num_threads(1)
     before = _private_bytes()
