@@ -16,13 +16,7 @@ from tests.helpers.collectors import Stream
 from tests.helpers.evaluation import NUM_ENVS, STEPS, Dial, Endless, Killed, NoSecondEpisode, Stubborn, dial_collector
 from tests.helpers.fit import Learner, make_trainer
 from tests.helpers.policies import Policy
-from tests.helpers.processes import nothing_left, wait_until
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
+from tests.helpers.processes import wait_until
 
 
 def make_group(num_workers=1, collector=dial_collector, *, length=2, seed=7, **kwargs):

@@ -43,13 +43,6 @@ from tests.helpers.fit import (
     make_trainer,
 )
 from tests.helpers.policies import Policy, fingerprint, sha256
-from tests.helpers.processes import nothing_left
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
 
 
 class AtTrainEnd(Callback):

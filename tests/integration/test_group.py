@@ -40,7 +40,7 @@ from tests.helpers.collectors import (
     update_at_batch_or_step,
 )
 from tests.helpers.policies import Policy, Value, fingerprint, sha256
-from tests.helpers.processes import cpu_seconds, nothing_left, wait_until, zombies
+from tests.helpers.processes import cpu_seconds, wait_until, zombies
 
 
 def group_of(num_workers, collector=gym_collector, *, destinations=("policy",), timeout=60.0, **kwargs):
@@ -50,12 +50,6 @@ def group_of(num_workers, collector=gym_collector, *, destinations=("policy",), 
 
 def take(group, count=1):
     return list(islice(group, count))
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
 
 
 class NoCollector:

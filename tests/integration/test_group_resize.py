@@ -14,13 +14,7 @@ from tests.helpers import collectors
 from tests.helpers.collectors import NUM_ENVS, STEPS, gym_collector, misbehaving_factory
 from tests.helpers.fit import Audit, Learner, fit, make_callback, make_group
 from tests.helpers.policies import Policy, fingerprint, sha256
-from tests.helpers.processes import nothing_left, zombies
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
+from tests.helpers.processes import zombies
 
 
 def group_of(num_workers, collector=gym_collector, **kwargs):

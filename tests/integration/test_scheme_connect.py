@@ -17,7 +17,8 @@ from lightning_weightsync import (
     WorkerError,
 )
 from tests.helpers import schemes
-from tests.helpers.schemes import altered, assert_same_bits, assert_text, layers, leaves_of
+from tests.helpers.leaves import assert_same_bits, leaves_of
+from tests.helpers.schemes import altered, assert_text, layers
 
 # --- layouts that do not match -------------------------------------------------------------------------------------
 

@@ -13,17 +13,8 @@ from torch import nn
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError, WeightSyncTimeout, WorkerDied
 from lightning_weightsync.transports import slots
 from tests.helpers import schemes
-from tests.helpers.schemes import (
-    altered,
-    assert_same_bits,
-    assert_text,
-    fill,
-    hold_gate,
-    layers,
-    leaves_of,
-    over_shared_memory,
-    release_gate,
-)
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
+from tests.helpers.schemes import altered, assert_text, hold_gate, layers, over_shared_memory, release_gate
 from tests.helpers.threads import Call, eventually
 
 WHO = r"worker \d \(pid \d+\)"

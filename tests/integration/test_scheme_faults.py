@@ -22,18 +22,9 @@ from lightning_weightsync import (
 )
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
 from tests.helpers.receivers import ProcessEnded
-from tests.helpers.schemes import (
-    assert_same_bits,
-    assert_text,
-    both_ways,
-    fill,
-    hold_gate,
-    layers,
-    leaves_of,
-    over_network,
-    release_gate,
-)
+from tests.helpers.schemes import assert_text, both_ways, hold_gate, layers, over_network, release_gate
 
 # --- workers that die or fall silent -------------------------------------------------------------------------------
 

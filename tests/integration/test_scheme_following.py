@@ -12,15 +12,8 @@ from lightning_weightsync.schemes import sender_side
 from lightning_weightsync.schemes.gather import Gather
 from lightning_weightsync.transports import process_group
 from lightning_weightsync.transports.filling import Filling
-from tests.helpers.schemes import (
-    altered,
-    assert_same_bits,
-    hold_gate,
-    leaves_of,
-    over_network,
-    randomise,
-    release_gate,
-)
+from tests.helpers.leaves import assert_same_bits, leaves_of, scramble
+from tests.helpers.schemes import altered, hold_gate, over_network, release_gate
 
 
 class Mixed(nn.Module):
@@ -78,7 +71,7 @@ def same_everywhere(connected, source):
 def test_every_byte_arrives(connect, followed):
     connected = connect(source := Mixed(), 2, sync=False)
     for seed in range(5):
-        randomise(source.state_dict().values(), seed)
+        scramble(source.state_dict().values(), seed)
         connected.push()
         same_everywhere(connected, source)
     assert len(followed) == 5
@@ -90,7 +83,7 @@ def test_every_byte_arrives(connect, followed):
 @pytest.mark.parametrize("options", [{"verify": True}, {"only_changed": True}])
 def test_what_needs_the_whole_slot_first_waits_for_it(connect, followed, options):
     connected = connect(source := Mixed(), 1, sync=False, **options)
-    randomise(source.state_dict().values(), 1)
+    scramble(source.state_dict().values(), 1)
     connected.push()
     connected.scheme.send_async().wait(10.0)
     same_everywhere(connected, source)
@@ -110,9 +103,9 @@ def test_only_a_blocking_push_over_the_network_is_followed(connect, followed):
 def test_a_worker_that_is_still_busy_with_the_push_before_gets_it_afterwards(connect, followed):
     connected = connect(source := Mixed(), 2, sync=False)
     connected.processes[1].call(hold_gate)
-    randomise(source.state_dict().values(), 1)
+    scramble(source.state_dict().values(), 1)
     first = connected.scheme.send_async()
-    randomise(source.state_dict().values(), 2)
+    scramble(source.state_dict().values(), 2)
     freeing = threading.Timer(0.5, connected.processes[1].call, args=(release_gate,))
     freeing.start()
     connected.push()
@@ -125,7 +118,7 @@ def test_a_worker_that_is_still_busy_with_the_push_before_gets_it_afterwards(con
 @over_network
 def test_a_worker_that_dies_halfway_is_named_and_the_other_one_gets_all(connect, followed, halfway):
     connected = connect(source := Mixed(), 2, sync=False, timeout=60)
-    randomise(source.state_dict().values(), 1)
+    scramble(source.state_dict().values(), 1)
     halfway(lambda: (connected.processes[1].kill(), time.sleep(0.3)))
     started = time.monotonic()
     with pytest.raises(WorkerDied, match="worker 1") as caught:
@@ -133,7 +126,7 @@ def test_a_worker_that_dies_halfway_is_named_and_the_other_one_gets_all(connect,
     assert time.monotonic() - started < 5.0
     assert list(caught.value.failed) == [1]
     assert_same_bits(connected.leaves(0), leaves_of(source))
-    randomise(source.state_dict().values(), 2)
+    scramble(source.state_dict().values(), 2)
     connected.push(worker_ids=0)
     assert_same_bits(connected.leaves(0), leaves_of(source))
 
@@ -142,7 +135,7 @@ def test_a_worker_that_dies_halfway_is_named_and_the_other_one_gets_all(connect,
 def test_weights_that_cannot_be_read_to_the_end_are_applied_by_nobody(connect, receivers, followed, halfway):
     connected = connect(source := Mixed(), 2, sync=False, timeout=60)
     before = leaves_of(source)
-    randomise(source.state_dict().values(), 1)
+    scramble(source.state_dict().values(), 1)
 
     def fail():
         raise RuntimeError("the device is gone")
@@ -169,7 +162,7 @@ def test_weights_that_cannot_be_read_to_the_end_are_applied_by_nobody(connect, r
 @over_network
 def test_ctrl_c_halfway_leaves_links_that_work(connect, followed, halfway):
     connected = connect(source := Mixed(), 2, sync=False)
-    randomise(source.state_dict().values(), 1)
+    scramble(source.state_dict().values(), 1)
 
     def interrupt():
         raise KeyboardInterrupt
@@ -177,6 +170,6 @@ def test_ctrl_c_halfway_leaves_links_that_work(connect, followed, halfway):
     halfway(interrupt)
     with pytest.raises(KeyboardInterrupt):
         connected.push()
-    randomise(source.state_dict().values(), 2)
+    scramble(source.state_dict().values(), 2)
     connected.push()
     same_everywhere(connected, source)

@@ -12,18 +12,9 @@ from lightning_weightsync import LayoutMismatchError, WeightSyncError, WeightSyn
 from lightning_weightsync.transports.link import LinkState
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
 from tests.helpers.models import WithExtraState
-from tests.helpers.schemes import (
-    altered,
-    assert_same_bits,
-    assert_text,
-    both_ways,
-    fill,
-    hold_gate,
-    layers,
-    leaves_of,
-    release_gate,
-)
+from tests.helpers.schemes import altered, assert_text, both_ways, hold_gate, layers, release_gate
 from tests.helpers.threads import Call, eventually
 
 

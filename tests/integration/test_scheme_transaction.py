@@ -13,16 +13,8 @@ from lightning_weightsync.schemes.joining import connect_workers, reconnect_work
 from lightning_weightsync.schemes.push import push_models
 from lightning_weightsync.transports.hub import LinkHub
 from tests.helpers import schemes
-from tests.helpers.schemes import (
-    Link,
-    altered,
-    assert_same_bits,
-    assert_text,
-    fill,
-    hold_gate,
-    leaves_of,
-    release_gate,
-)
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
+from tests.helpers.schemes import Link, altered, assert_text, hold_gate, release_gate
 
 
 def twin_layers(size=256):

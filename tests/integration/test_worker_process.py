@@ -7,13 +7,7 @@ import pytest
 
 from lightning_weightsync.collectors.process import WorkerProcess
 from tests.helpers.collectors import ParentEnv, gym_collector
-from tests.helpers.processes import nothing_left, wait_until
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
+from tests.helpers.processes import wait_until
 
 
 def leave(*, worker_idx, seed):

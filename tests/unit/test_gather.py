@@ -7,7 +7,7 @@ from torch import nn
 from lightning_weightsync.schemes.gather import Gather
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.slots import SlotPool
-from tests.helpers.models import bits
+from tests.helpers.leaves import bits
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,

@@ -9,7 +9,8 @@ from lightning_weightsync.errors import LayoutMismatchError
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import WeightStrategy
 from lightning_weightsync.transports.layout import WeightLayout
-from tests.helpers.models import Mixed, Tied, assert_same_bits, bits, randomise, values
+from tests.helpers.leaves import assert_same_bits, bits, randomise, values
+from tests.helpers.models import Mixed, Tied
 from tests.helpers.staging import Destination
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # said when torch.compile is first used

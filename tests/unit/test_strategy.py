@@ -16,7 +16,8 @@ from lightning_weightsync.schemes.strategy import (
     unwrap,
     write,
 )
-from tests.helpers.models import Mixed, Tied, WithExtraState, assert_same_bits, bits, randomise, values
+from tests.helpers.leaves import assert_same_bits, bits, randomise, values
+from tests.helpers.models import Mixed, Tied, WithExtraState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # said when torch.compile is first used
 
