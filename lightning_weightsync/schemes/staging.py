@@ -121,6 +121,7 @@ class StagedModel:
         self._may_switch = self._may_switch and may_hold
         self._extra_keys = sorted(extra_keys)
         self._leaves = self._find_leaves(layout)
+        self._may_switch = bool(self._switched)  # the sender is told now whether slots are held here, and never again
         self.layout = layout
 
     def apply(self, slot: SlotMemory, extra: dict[str, Any], *, keep_backup: bool) -> None:

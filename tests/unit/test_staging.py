@@ -667,3 +667,30 @@ def test_another_layout_moves_the_target_into_another_window():
     filled = other.fill()
     staged.apply(filled.slot, filled.extra, keep_backup=False)
     assert (target["a"].unique().tolist(), target["b"].unique().tolist()) == ([3.0], [4.0])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (lambda m: m.share_memory(), lambda m: setattr(m.weight, "data", m.weight.data.clone())),
+        (
+            lambda m: setattr(m.weight, "data", m.weight.data.t().contiguous().t()),
+            lambda m: setattr(m.weight, "data", m.weight.data.contiguous()),
+        ),
+        (lambda m: m.float(), lambda m: m.bfloat16()),
+    ],
+    ids=["in shared memory", "not contiguous", "of another dtype"],
+)
+def test_a_target_that_said_at_first_that_it_holds_no_slot_never_lives_in_one(before, after):
+    """The sender writes the slots of such a worker again while the worker's policy runs."""
+    source, target = nn.Linear(3, 2, bias=False).bfloat16(), nn.Linear(3, 2, bias=False).bfloat16()
+    before(target)
+    staged = StagedModel("policy", target, BY_LEAF, may_switch=True)
+    staged.bind(layout_of(source), casts=True)
+    assert not staged.holds_slot
+    after(target)
+    assert target.weight.is_contiguous() and not target.weight.is_shared()
+    filled = Destination(nn.Linear(3, 2, bias=False).bfloat16(), randomise(source, 1)).fill()
+    staged.apply(filled.slot, filled.extra, keep_backup=False)
+    assert not staged.holds_slot
+    assert_same_bits(values(target), values(source.to(target.weight.dtype)))
