@@ -99,8 +99,12 @@ class ReceiverSide(SchemeCore):
     def safe_point(self) -> bool:
         """Switch now, in the calling thread, to what was pushed; whether it switched.
 
+        What goes wrong with a push (an applied hook raises, the deadline has passed) goes to the sender, not to the
+        policy loop: the weights are as they were, and the answer is ``False``.
+
         Raises:
             RuntimeError: Called inside the gate.
+            WeightSyncError: ``sync=True``, and the sender is gone.
         """
         link = self._receiver_link()
         return link.serve_once(0.0) if self.sync and self._owns_link else link.safe_point()
