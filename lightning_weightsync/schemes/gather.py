@@ -150,9 +150,13 @@ def move(copies: Sequence[tuple[int, int, int]]) -> None:
                 ctypes.memmove(*pieces.popleft())
 
     helper = threading.Thread(target=work, name="weight-sync-copy", daemon=True)
-    helper.start()
-    work()
-    helper.join()
+    try:
+        helper.start()
+        work()
+    finally:
+        pieces.clear()  # after Ctrl-C: the target may be given to somebody else
+        if helper.is_alive():
+            helper.join()
 
 
 def _pieces_of(target: int, source: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
