@@ -23,6 +23,8 @@ Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any] | Renamed
 """What a push can be given: a module, a TensorDict, a flat or nested dict of tensors, or one of these ``Renamed``."""
 
 _COMPILED = "_orig_mod"
+EXTRA_STATE = "_extra_state"
+"""Last part of the ``state_dict`` key under which a module keeps what it returns from ``get_extra_state``."""
 
 
 class WeightStrategy:
@@ -103,7 +105,7 @@ class WeightStrategy:
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
     while True:
-        inner = getattr(module, "_orig_mod", None)
+        inner = getattr(module, _COMPILED, None)
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             inner = module.module
         if not isinstance(inner, nn.Module):
@@ -138,7 +140,7 @@ def module_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def is_extra_state(name: str) -> bool:
     """Whether a ``state_dict`` key is that of a module's extra state."""
-    return name.rpartition(".")[2] == "_extra_state"
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def nested(leaves: Mapping[str, Tensor]) -> TensorDict:
