@@ -20,7 +20,7 @@ from lightning_weightsync.transports.control import Message
 from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.layout import digest_of
-from lightning_weightsync.transports.link import WorkerLink
+from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.pushing import Payload, PushHandle, raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
 from lightning_weightsync.transports.slots import Slot, SlotPool
@@ -200,8 +200,9 @@ class SenderSide(SchemeCore):
         try:
             transport.connect(min(deadline, started + self.heartbeat_timeout))
         except TransferFailed as error:
-            cause = link.cause or hub.lose(link, phase, time.monotonic() - started, error)
-            raise_failures({index: cause}, phase)
+            if link.state is LinkState.OPEN:
+                hub.dispatcher.give_up(link, error, phase=phase, since=started)
+            raise_failures({index: link.cause or error}, phase)
 
     def _slot_limit(self) -> int:
         # The most that are in use at once: each worker has one in force and another one sent to it, one is waiting for
