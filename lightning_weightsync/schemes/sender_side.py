@@ -52,33 +52,34 @@ class SenderSide(SchemeCore):
         Raises:
             ValueError: Neither the context nor ``num_workers`` tells how many workers there are.
             RuntimeError: The scheme has a role already.
+            OSError: It cannot listen on ``host``.
         """
         self.check_backend()
-        self._take_role("sender", model_id)
-        self._context = context
-        self._source = model if model is not None else weights
-        if self._source is None and hasattr(context, "get_model"):
-            self._source = context.get_model(model_id)
+        self._check_free(model_id)
+        source = model if model is not None else weights
+        if source is None and hasattr(context, "get_model"):
+            source = context.get_model(model_id)
         hub = getattr(context, "hub", None)
-        if isinstance(hub, LinkHub):
-            self._hub = hub
-        else:
+        borrowed = isinstance(hub, LinkHub)
+        if not isinstance(hub, LinkHub):
             count = num_workers if num_workers is not None else getattr(context, "num_workers", None)
             if not isinstance(count, int) or count < 1:
-                self._role = None
                 raise ValueError(f"num_workers={count!r}: give the number of workers, or a context that has it")
-            self._owns_hub = True
-            self._hub = LinkHub(
+            hub = LinkHub(
                 count,
                 host=self.host,
                 local=self.wants_local,
                 connect_timeout=self.connect_timeout,
                 heartbeat_timeout=self.heartbeat_timeout,
             )
-        self._store_info = self._hub.info
+        self._take_role("sender", model_id)
+        self._context, self._source = context, source
+        self._hub, self._owns_hub = hub, not borrowed
+        self._store_info = hub.info.copy()
+        self._store_info["connect_timeout"] = hub.connect_timeout
 
     def get_store_info(self) -> StoreInfo:
-        """Host, port and key that a receiver needs, where the scheme itself was not pickled over to it."""
+        """Host, port, key and deadline that a receiver needs, where the scheme itself was not pickled over to it."""
         if self._store_info is None:
             raise RuntimeError("get_store_info() is known after init_on_sender()")
         return self._store_info

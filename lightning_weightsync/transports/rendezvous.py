@@ -54,12 +54,14 @@ class StoreInfo(TypedDict):
     """Where a sender can be reached, and the key that lets one in. Keep it as secret as the run.
 
     ``local`` names the Unix socket for workers of the sender's host; it is empty where there is none.
+    ``connect_timeout`` is how long the sender waits for all of them, in seconds.
     """
 
     host: str
     port: int
     authkey: str
     local: NotRequired[str]
+    connect_timeout: NotRequired[float]
 
 
 Proofs = tuple[bytes, bytes]
