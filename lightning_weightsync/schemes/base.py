@@ -32,8 +32,7 @@ class WeightSyncScheme(SenderSide, ReceiverSide):
         sync: For hand-written receivers. ``True``: the worker's loop calls ``receive``. ``False``: a background thread
             applies pushes as soon as the gate is free. Collector groups always work in the second way.
         timeout: Bounds one push as a whole, in seconds.
-        connect_timeout: Bounds ``connect``, in seconds; ``None`` means 60 and 2 per worker, on a receiver as long as its
-            sender waits.
+        connect_timeout: Bounds ``connect``, in seconds; ``None`` means 60 and 2 per worker, also for the receiver.
         heartbeat_timeout: Seconds of silence after which a worker that is being waited for counts as dead.
         host: Address that the sender listens on.
         strategy: How leaves are found and written, see ``WeightStrategy``.

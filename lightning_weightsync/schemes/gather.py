@@ -21,9 +21,9 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from lightning_weightsync.schemes.strategy import wait_for_devices, write
+from lightning_weightsync.schemes.writing import wait_for_devices, write
+from lightning_weightsync.transports.comparing import same_bytes
 from lightning_weightsync.transports.layout import Leaf, WeightLayout
-from lightning_weightsync.transports.memory import same_bytes
 from lightning_weightsync.transports.slots import Slot
 
 _LARGE = 64 << 10

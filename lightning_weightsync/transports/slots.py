@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from lightning_weightsync.errors import WeightSyncError
+from lightning_weightsync.transports.comparing import same_bytes
 from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.layout import WeightLayout
-from lightning_weightsync.transports.memory import create_memory_file, map_memory, same_bytes
+from lightning_weightsync.transports.memory import create_memory_file, map_memory
 
 Ranges = list[tuple[int, int]]
 """Of bytes: each from the first to one past the last, ascending, without overlap."""

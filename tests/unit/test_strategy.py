@@ -14,8 +14,8 @@ from lightning_weightsync.schemes.strategy import (
     non_persistent,
     same_values,
     unwrap,
-    write,
 )
+from lightning_weightsync.schemes.writing import write
 from tests.helpers.models import Mixed, Tied, WithExtraState, assert_same_bits, bits, randomise, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # said when torch.compile is first used
