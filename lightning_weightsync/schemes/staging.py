@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
@@ -78,6 +79,7 @@ class StagedModel:
         self._switched: list[tuple[Tensor, str]] = []
         self._in_window: list[Tensor] = []  # the leaves of `_switched`
         self._copied: list[tuple[Tensor, str]] = []
+        self._copy_may_fail = False
         self._views: dict[int, list[Tensor]] = {}
         self._undo: list[Callable[[], None]] = []
 
@@ -105,16 +107,21 @@ class StagedModel:
             may_hold: Whether the sender has slots enough for one to stay in force here; if not, every leaf is copied.
 
         Raises:
-            LayoutMismatchError: The target does not have the same leaves; nothing is bound.
+            LayoutMismatchError: The target does not have the same leaves; what was bound before is bound still.
         """
         if layout != self.layout:
             self._leave_window(self._in_window)
             self._window = None
+        before = self._casts, self.strict, self._may_switch, self._extra_keys
         self._casts = casts
         self.strict = self.strict if strict is None else strict and self.strict
         self._may_switch = self._may_switch and may_hold
         self._extra_keys = sorted(extra_keys)
-        self._leaves = self._find_leaves(layout)
+        try:
+            self._leaves = self._find_leaves(layout)
+        except BaseException:
+            self._casts, self.strict, self._may_switch, self._extra_keys = before
+            raise
         self._may_switch = bool(self._switched)  # the sender is told now whether slots are held here, and never again
         self.layout = layout
 
@@ -124,13 +131,14 @@ class StagedModel:
         Args:
             slot: The staged version (``layout.nbytes`` long); not written again while ``holds_slot``.
             extra: The extra state of submodules, by ``state_dict`` key.
-            keep_backup: Keep what is needed for ``roll_back``.
+            keep_backup: Keep what is needed for ``roll_back``. Left out, it is kept all the same where something here
+                can fail after something else has been written.
         """
         self._undo = []
         if self._leaves is None or self._leaves.stale() or (self._window is not None and self._window.moved):
             # `self.mean = new_mean` has put another tensor in the place of a buffer, for example.
             self._leaves = self._find_leaves(self.layout)
-        keep_backup = keep_backup or bool(self.applied_hooks) or bool(self._extra_parts)
+        keep_backup = keep_backup or self._copy_may_fail or bool(self.applied_hooks) or bool(self._extra_parts)
         if self.strategy.extract_as == "state_dict" and isinstance(self.target, nn.Module):
             views, named = self.layout.views(slot.memory), self.layout.by_name
             self._undo.append(_remember(self.target))
@@ -141,7 +149,7 @@ class StagedModel:
             if keep_backup:
                 self._back_up_copied()
             if self._switched:
-                window = self._enter_window(keep_values=keep_backup)
+                window = self._enter_window()
                 self._undo.append(window.restore)
                 window.show(slot.descriptor, keep_aside=keep_backup)
                 increment_version(self._in_window)
@@ -238,10 +246,11 @@ class StagedModel:
             return False
         return tensor.untyped_storage().data_ptr() == window.memory.data_ptr()
 
-    def _enter_window(self, *, keep_values: bool) -> Window:
-        """Have all switched leaves live in the window, with what they hold if that is needed; something is shown next.
+    def _enter_window(self) -> Window:
+        """Have all switched leaves live in the window, in which something is shown next.
 
-        Until the first version they stay where they are: a ``connect`` that fails leaves the model as it was.
+        Until the first version they stay where they are, and they return there if it fails: a ``connect`` that fails
+        leaves the model as it was.
         """
         if self._entered and self._window is not None:
             return self._window
@@ -250,8 +259,7 @@ class StagedModel:
         views = self.layout.views(self._window.memory)
         for leaf, name in self._switched:
             if leaf.data_ptr() != views[name].data_ptr():
-                if keep_values:
-                    views[name].copy_(leaf.data)
+                self._undo.append(partial(setattr, leaf, "data", leaf.data))
                 leaf.data = views[name]
         if self._leaves is not None:
             self._leaves.remember_forms()
