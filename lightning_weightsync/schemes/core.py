@@ -147,7 +147,8 @@ class SchemeCore(ABC):
     def _offer(self, link: WorkerLink) -> dict[str, Any]:
         """What the ``transport`` field of a worker's offer holds."""
 
-    def _take_role(self, role: Role, model_id: str) -> None:
+    def _check_free(self, model_id: str) -> None:
+        """Comes first in ``init_*``, and ``_take_role`` when nothing can fail any more: it may be repeated then."""
         if self._ended:
             self._reset()
         if self._role is not None:
@@ -156,6 +157,8 @@ class SchemeCore(ABC):
             )
         if not model_id or not isinstance(model_id, str):
             raise ValueError(f"model_id={model_id!r}: give the destination, for example 'policy'")
+
+    def _take_role(self, role: Role, model_id: str) -> None:
         self._role = role
         self._model_id = model_id
 

@@ -20,7 +20,7 @@ from lightning_weightsync.transports.control import Message
 from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.layout import digest_of
-from lightning_weightsync.transports.link import WorkerLink
+from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.pushing import Payload, PushHandle, raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
 from lightning_weightsync.transports.slots import Slot, SlotPool
@@ -52,33 +52,34 @@ class SenderSide(SchemeCore):
         Raises:
             ValueError: Neither the context nor ``num_workers`` tells how many workers there are.
             RuntimeError: The scheme has a role already.
+            OSError: It cannot listen on ``host``.
         """
         self.check_backend()
-        self._take_role("sender", model_id)
-        self._context = context
-        self._source = model if model is not None else weights
-        if self._source is None and hasattr(context, "get_model"):
-            self._source = context.get_model(model_id)
+        self._check_free(model_id)
+        source = model if model is not None else weights
+        if source is None and hasattr(context, "get_model"):
+            source = context.get_model(model_id)
         hub = getattr(context, "hub", None)
-        if isinstance(hub, LinkHub):
-            self._hub = hub
-        else:
+        borrowed = isinstance(hub, LinkHub)
+        if not isinstance(hub, LinkHub):
             count = num_workers if num_workers is not None else getattr(context, "num_workers", None)
             if not isinstance(count, int) or count < 1:
-                self._role = None
                 raise ValueError(f"num_workers={count!r}: give the number of workers, or a context that has it")
-            self._owns_hub = True
-            self._hub = LinkHub(
+            hub = LinkHub(
                 count,
                 host=self.host,
                 local=self.wants_local,
                 connect_timeout=self.connect_timeout,
                 heartbeat_timeout=self.heartbeat_timeout,
             )
-        self._store_info = self._hub.info
+        self._take_role("sender", model_id)
+        self._context, self._source = context, source
+        self._hub, self._owns_hub = hub, not borrowed
+        self._store_info = hub.info.copy()
+        self._store_info["connect_timeout"] = hub.connect_timeout
 
     def get_store_info(self) -> StoreInfo:
-        """Host, port and key that a receiver needs, where the scheme itself was not pickled over to it."""
+        """Host, port, key and deadline that a receiver needs, where the scheme itself was not pickled over to it."""
         if self._store_info is None:
             raise RuntimeError("get_store_info() is known after init_on_sender()")
         return self._store_info
@@ -200,8 +201,9 @@ class SenderSide(SchemeCore):
         try:
             transport.connect(min(deadline, started + self.heartbeat_timeout))
         except TransferFailed as error:
-            cause = link.cause or hub.lose(link, phase, time.monotonic() - started, error)
-            raise_failures({index: cause}, phase)
+            if link.state is LinkState.OPEN:
+                hub.dispatcher.give_up(link, error, phase=phase, since=started)
+            raise_failures({index: link.cause or error}, phase)
 
     def _slot_limit(self) -> int:
         # The most that are in use at once: each worker has one in force and another one sent to it, one is waiting for

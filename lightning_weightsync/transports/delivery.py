@@ -29,6 +29,7 @@ from lightning_weightsync.transports.control import ChannelClosed, Message
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 
 _LOOK_AROUND = 0.05
+_BETWEEN = "between pushes"
 
 
 class ErrandState(Enum):
@@ -123,7 +124,7 @@ class Dispatcher:
         self._lose = lose
         self._queues: dict[int, deque[Errand]] = {}
         self._ready: deque[Errand] = deque()  # first in their queues, and not sent yet
-        self._given_up: deque[tuple[WorkerLink, Exception]] = deque()
+        self._given_up: deque[tuple[WorkerLink, Exception, str, float | None]] = deque()
         self._looked_around = 0.0
         self._links: dict[int, WorkerLink] = {}
         self._mutex = threading.RLock()
@@ -148,12 +149,18 @@ class Dispatcher:
             link.when_ended(lambda: self._forget(descriptor, link))
         self._wake()  # whoever drives listens to it from now on
 
-    def give_up(self, link: WorkerLink, error: Exception) -> None:
+    def give_up(self, link: WorkerLink, error: Exception, *, phase: str = _BETWEEN, since: float | None = None) -> None:
         """End a link, and fail what is queued for it; returns when that is done, by whoever drives.
 
         Nobody but the driver ends a link while the exchange goes on: it may be sending on it, or reading its answer.
+
+        Args:
+            link: That cannot be used any more.
+            error: Why.
+            phase: What it was about, for errors, if nothing is queued.
+            since: When that began, on the monotonic clock, in seconds.
         """
-        self._given_up.append((link, error))
+        self._given_up.append((link, error, phase, since))
         self.wait_until(lambda: link.state is not LinkState.OPEN)
         link.end(error)  # if the exchange is over, and nobody drives any more
 
@@ -376,15 +383,16 @@ class Dispatcher:
             late = f"{who} is busy: {errand.phase} was not sent within {seconds:.1f} s"
             errand.move(ErrandState.FAILED, error=WeightSyncTimeout(late))
 
-    def _lost(self, link: WorkerLink, error: Exception) -> None:
+    def _lost(self, link: WorkerLink, error: Exception, phase: str = _BETWEEN, since: float | None = None) -> None:
         """Give a link up, and with it everything that was meant for it."""
         with self._mutex:
             queue = self._queues.get(id(link))
             errands = list(queue) if queue else []
             if queue:
                 queue.clear()
-        phase = errands[0].phase if errands else "between pushes"
-        seconds = time.monotonic() - errands[0].created if errands else 0.0
+        if errands:
+            phase, since = errands[0].phase, errands[0].created
+        seconds = 0.0 if since is None else time.monotonic() - since
         cause = self._lose(link, phase, seconds, error)
         for errand in errands:
             errand.move(ErrandState.FAILED, error=cause)

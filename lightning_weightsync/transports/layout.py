@@ -60,7 +60,7 @@ class Leaf:
 
     def describe(self) -> str:
         """Dtype and shape, as errors show them."""
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,11 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
     """Equal for two tensors exactly where they are the same values at the same place."""
     lazy = (tensor.is_conj(), tensor.is_neg())
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy
+
+
+def describe(tensor: Tensor) -> str:
+    """Dtype and shape, as errors show them."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from tensordict import TensorDict
 from torch import nn
 
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError, WorkerDied
+from lightning_weightsync.paths import PathError
+from lightning_weightsync.schemes.forward_gate import gate_forward
+from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.receiver import ReceiverLink
 from tests.helpers import schemes
 from tests.helpers.leaves import assert_same_bits, leaves_of, scramble
 from tests.helpers.schemes import altered, both_ways
@@ -451,7 +456,7 @@ def test_a_scheme_pickles_before_and_after_it_is_initialised():
 def test_a_receiver_of_its_own_making_is_told_where_its_sender_is(receivers, connect):
     sender = connect.sender(source := small(), num_workers=1)
     info = sender.get_store_info()
-    assert info.keys() == {"host", "port", "authkey", "local"} and info["host"] == "127.0.0.1"
+    assert info.keys() == {"host", "port", "authkey", "local", "connect_timeout"} and info["host"] == "127.0.0.1"
     assert bool(info["local"]) == (connect.same_host == "shared_memory")
 
     theirs = DistributedWeightSyncScheme(sync=True, connect_timeout=10, same_host=connect.same_host)
@@ -501,6 +506,39 @@ def test_a_receiver_that_leaves_is_named_and_the_other_is_served(connect, sync):
         connected.processes[1].result_of(waiting)
     assert_same_bits(connected.leaves(1), leaves_of(source))
     assert connected.versions == [0, 1]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "seconds"), [(None, None, 92.0), (7.0, None, 7.0), (7.0, 5.0, 5.0)])
+def test_a_receiver_waits_as_long_as_its_sender_unless_it_was_told_otherwise(monkeypatch, ours, theirs, seconds):
+    sender = DistributedWeightSyncScheme(connect_timeout=ours)
+    sender.init_on_sender("policy", model=small(), num_workers=16)
+    receiver = DistributedWeightSyncScheme(connect_timeout=theirs)
+    receiver.init_on_receiver("policy", model=small(), worker_idx=0, store_info=sender.get_store_info())
+    deadlines = []
+    monkeypatch.setattr(ReceiverLink, "connect", lambda self, deadline: deadlines.append(deadline - time.monotonic()))
+    receiver.connect()
+    assert deadlines == [pytest.approx(seconds, abs=0.5)]
+    for scheme in (sender, receiver):
+        scheme.shutdown()
+
+
+def test_an_init_that_failed_can_be_repeated():
+    scheme = DistributedWeightSyncScheme(host="203.0.113.7")  # of the documentation's network, and of nobody's machine
+    with pytest.raises(OSError, match="assign"):
+        scheme.init_on_sender("policy", model=small(), num_workers=1)
+    scheme.host = "127.0.0.1"
+    scheme.init_on_sender("policy", model=small(), num_workers=1)
+    scheme.shutdown()
+
+    model = small()
+    undo = gate_forward(model, Gate())
+    with pytest.raises(PathError):
+        scheme.init_on_receiver("policy", context=SimpleNamespace(critic=model))
+    with pytest.raises(ValueError, match="another gate"):
+        scheme.init_on_receiver("policy", model=model, safe_point="forward")
+    undo()
+    scheme.init_on_receiver("policy", model=model, safe_point="forward")
+    scheme.shutdown()
 
 
 def test_one_object_can_be_initialised_again_after_shutdown(receivers, connect):

@@ -156,6 +156,36 @@ def wait_until_link_ended(box):
         time.sleep(0.01)
 
 
+@both_ways
+def test_a_hook_that_leaves_the_program_is_told_to_the_sender_and_ends_the_link(connect, sync):
+    """What is no ``Exception`` passes through the receiver's thread; its heartbeats would go on for ever."""
+    connected = connect(source := layers(), sync=sync, timeout=120)
+    process, before = connected.processes[0], connected.leaves()
+
+    def leave_at_next_switch(box):
+        def hook(model, version):
+            raise SystemExit("enough")
+
+        box.scheme.add_applied_hook(hook)
+
+    process.call(leave_at_next_switch)
+    fill(source, 1.0)
+    waiting = process.begin(schemes.receive) if sync else None
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="SystemExit: enough"):
+        connected.scheme.send()
+    if waiting is not None:
+        with pytest.raises(SystemExit, match="enough"):
+            process.result_of(waiting)
+    process.call(wait_until_link_ended)
+    with pytest.raises(WorkerDied, match="worker 0"):
+        connected.scheme.send()
+    assert time.monotonic() - started < 5.0
+    assert_same_bits(connected.leaves(), before)
+    why = process.call(lambda box: str(box.scheme._link.cause))
+    assert why == "SystemExit was raised while the sender was served"
+
+
 @pytest.mark.slow
 def test_a_long_policy_call_is_no_silence(connect):
     """A worker that is busy (without the interpreter's lock) for longer than ``heartbeat_timeout`` is alive."""

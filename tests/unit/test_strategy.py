@@ -14,8 +14,8 @@ from lightning_weightsync.schemes.strategy import (
     non_persistent,
     same_values,
     unwrap,
-    write,
 )
+from lightning_weightsync.schemes.writing import write
 from tests.helpers.leaves import assert_same_bits, bits, randomise, values
 from tests.helpers.models import Mixed, Tied, WithExtraState
 
