@@ -215,7 +215,9 @@ class Dispatcher:
                     if not over():
                         self._progress.wait(_LOOK_AROUND)
                     self._waiters -= 1
-            if self._closed and not over():
+            if self._closed and not over():  # by a thread that has yet to fail what is under way
+                with self._driving:
+                    self._fail_all()
                 return
 
     def send_off(self) -> None:

@@ -302,7 +302,7 @@ class LinkHub:
             if errand.reply is not None:
                 answers.replies[errand.link.worker_idx] = errand.reply
             else:
-                answers.failed[errand.link.worker_idx] = errand.error or ChannelClosed("not asked")
+                answers.failed[errand.link.worker_idx] = errand.error or ChannelClosed("the sender was shut down")
         return answers
 
     def swap(self, link: WorkerLink, model_id: str, ours: Values, deadline: float) -> Values:

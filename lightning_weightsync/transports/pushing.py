@@ -101,12 +101,14 @@ class PushHandle:
             ``DONE`` or ``SUPERSEDED``.
 
         Raises:
-            WeightSyncError: Some worker failed; ``.failed`` names each.
+            WeightSyncError: Some worker failed; ``.failed`` names each. Or the sender was shut down.
             WeightSyncTimeout: It is not settled after ``timeout`` seconds; it goes on.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._dispatcher.wait(self.errands, deadline):
             late = sorted(e.link.worker_idx for e in self.errands if not e.final)
+            if timeout is None:
+                raise WeightSyncError(f"{self.phase}: the sender was shut down while it waited for workers {late}")
             raise WeightSyncTimeout(f"{self.phase} is not settled after {timeout:.1f} s: waiting for workers {late}")
         if self.failed:
             raise failure(self.failed, self.phase)

@@ -6,11 +6,12 @@ import time
 
 import pytest
 
-from lightning_weightsync.errors import WeightSyncTimeout
+from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.transports.control import ChannelClosed, ControlChannel
 from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.posting import PostingChannel
+from lightning_weightsync.transports.pushing import PushHandle
 from tests.helpers.sockets import socket_pair
 from tests.helpers.threads import Call, eventually, soon
 
@@ -491,6 +492,33 @@ def test_closing_while_nothing_is_under_way_ends_the_background_thread(exchange)
     there.dispatcher.close()
     assert time.monotonic() - started < 0.5
     assert not [thread for thread in threading.enumerate() if thread.name == "weight-sync-sender"]
+
+
+def test_whoever_waits_beside_the_background_thread_finds_its_errands_failed_when_it_is_closed(exchange, monkeypatch):
+    """The background thread has gone by then, and the thread that closes may not have come to failing them."""
+    there = exchange()
+    (errand,) = there.submit(there.errand())
+    there.dispatcher.run_in_background()
+    assert there.asked() == 1
+    waiting = Call(there.dispatcher.wait, [errand])
+    eventually(lambda: there.dispatcher._waiters)
+    told = threading.Event()
+    monkeypatch.setattr(there.dispatcher._background, "join", lambda timeout: told.wait(5))
+    closing = Call(there.dispatcher.close)
+    assert waiting.result(2.0) is True
+    assert errand.state is FAILED and "the sender was shut down" in str(errand.error)
+    told.set()
+    closing.result(2.0)
+
+
+def test_a_push_that_is_not_settled_when_the_sender_is_shut_down_says_so():
+    class Closed:
+        def wait(self, errands, deadline):
+            return False
+
+    handle = PushHandle(1, 2, Closed(), "push of version 2")
+    with pytest.raises(WeightSyncError, match="push of version 2: the sender was shut down"):
+        handle.wait()
 
 
 def test_after_closing_errands_fail_and_do_not_wait(exchange):
