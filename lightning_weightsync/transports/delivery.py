@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 
-from lightning_weightsync.errors import WeightSyncTimeout
+from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.transports.control import ChannelClosed, Message
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 
@@ -308,8 +308,10 @@ class Dispatcher:
                 errand.request(errand.link)
                 if errand.link.channel.has_mail:
                     self._poller.modify(errand.link.channel.fileno(), select.POLLIN | select.POLLOUT)
-            except Exception as error:  # whatever it is, it concerns one worker, and is named with it
+            except OSError as error:
                 self._lost(errand.link, error)
+            except Exception as error:  # our own: a part may have left, and the worker would take what follows for it
+                self._lost(errand.link, WeightSyncError(f"it could not be sent this: {type(error).__name__}: {error}"))
 
     def _send_rest(self, link: WorkerLink) -> None:
         """There is room for more of what was too much for the socket."""

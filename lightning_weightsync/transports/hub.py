@@ -366,8 +366,10 @@ class LinkHub:
             cause = death
         elif isinstance(error, TimeoutError):
             cause = WeightSyncTimeout(f"{who}: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
-        else:
+        elif isinstance(error, OSError):
             cause = WorkerDied(f"{who} is gone: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
+        else:  # of the sender's own
+            cause = WeightSyncError(f"{who} was given up: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
         with contextlib.suppress(ChannelClosed):  # a worker that was stopped, or replaced, reads it when it goes on
             link.channel.try_send("refused", reason=str(error))
         link.end(cause)

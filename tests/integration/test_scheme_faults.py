@@ -263,6 +263,27 @@ def test_an_error_while_applying_leaves_the_link_up_and_the_version_where_it_was
         assert_same_bits(connected.leaves(worker), leaves_of(source))
 
 
+def test_an_error_of_the_sender_itself_is_not_blamed_on_the_worker(connect, monkeypatch):
+    connected = connect(source := layers(), 2, sync=False)
+    transport = connected.scheme.sender_transports[0]
+    send = transport.send
+
+    def sending(worker_idx, slot):
+        if worker_idx == 0:
+            raise KeyError("no such thing")
+        return send(worker_idx, slot)
+
+    monkeypatch.setattr(transport, "send", sending)
+    fill(source, 1.0)
+    with pytest.raises(WeightSyncError) as caught:
+        connected.push()
+    assert type(caught.value) is type(caught.value.failed[0]) is WeightSyncError
+    assert list(caught.value.failed) == [0]
+    assert_text(caught.value, r"worker 0 \(pid \d+\)", "KeyError: 'no such thing'", r"phase: push of version 1")
+    assert "gone" not in str(caught.value)
+    assert_same_bits(connected.leaves(1), leaves_of(source))
+
+
 def test_a_version_that_is_not_newer_is_refused(connect):
     connected = connect(source := layers(), sync=False)
     for value in (1.0, 2.0, 3.0):
