@@ -175,9 +175,7 @@ class Fleet(Roster):
         new = range(self.num_workers, num_workers)
         with self.hub.pushing:
             for scheme in self.schemes.values():
-                newest = scheme.newest(0)
-                if newest is not None:
-                    scheme.keep_newest(new, *newest)
+                scheme.add_workers(new)
             self.hub.num_workers = num_workers
         with self._mutex:
             for index in new:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from lightning_weightsync.errors import WeightSyncError
+from lightning_weightsync.schemes.newest import NEWCOMERS, Newest
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.base import TransferFailed
 from lightning_weightsync.transports.filling import Filling
@@ -37,12 +38,12 @@ class Pushable(Protocol):
         """``holder`` does not need the slot any more."""
         ...
 
-    def keep_newest(self, worker_ids: Iterable[int], slot: Slot, extra: bytes) -> None:
+    def keep_newest(self, worker_ids: Iterable[int], newest: Newest) -> None:
         """This snapshot is what a replacement of one of these workers starts from."""
         ...
 
-    def newest(self, worker_idx: int) -> tuple[Slot, bytes] | None:
-        """The newest snapshot for a worker, if it is still there."""
+    def newest(self, worker_idx: int) -> Newest | None:
+        """The newest snapshot that was meant for a worker, if it is still there."""
         ...
 
     def payload(self, worker_idx: int, slot: Slot, extra: bytes) -> Payload:
@@ -84,7 +85,7 @@ def push_models(
     with hub.pushing:
         hub.check_open()
         try:
-            everybody = range(hub.num_workers)
+            everybody = [*worker_ids, NEWCOMERS] if len(worker_ids) == hub.num_workers else worker_ids
             payloads: dict[int, list[Payload]] = {index: [] for index in worker_ids}
             failed: dict[int, Exception] = {}
             scheme: Pushable
@@ -111,30 +112,33 @@ def push_models(
                 hub.dispatcher.send_off()  # what is to be done here can be done while the workers wake up
             _fill(hub, handle, [slot.filling for _, _, slot, _ in taken if slot.filling is not None])
             for pushed, meant_for, slot, extra in taken:
-                pushed.keep_newest(meant_for, slot, extra)
+                pushed.keep_newest(meant_for, Newest(slot, extra, hub.version))
             return handle
         finally:
             for pushed, _, slot, _ in taken:
                 pushed.release(slot, holder)
 
 
-def push_newest(
-    hub: LinkHub, schemes: Collection[Pushable], links: Mapping[int, WorkerLink], *, timeout: float
-) -> PushHandle:
-    """Put what was pushed last on its way to workers that are connecting, under its own version.
+def push_newest(hub: LinkHub, schemes: Collection[Pushable], link: WorkerLink, *, timeout: float) -> PushHandle:
+    """Put what was pushed last for a worker that is connecting on its way to it, under its own version.
 
-    If the newest snapshot's slot has been needed for a push that then failed, nobody has its bytes any more: the
+    If the slot of the newest snapshot has been needed for a push that then failed, nobody has its bytes any more: the
     sources are read again, as a new version.
     """
+    index, links = link.worker_idx, {link.worker_idx: link}
     with hub.pushing:
-        payloads: dict[int, list[Payload]] = {index: [] for index in links}
-        for scheme in schemes:
-            for index in links:
-                newest = scheme.newest(index)
-                if newest is None:
-                    return push_models(hub, dict.fromkeys(schemes), list(links), timeout=timeout, links=links)
-                payloads[index].append(scheme.payload(index, *newest))
-        return hub.push(payloads, hub.version, timeout=timeout, initial=True, links=links)
+        version = newest_version(schemes, index)
+        if version is None:
+            return push_models(hub, dict.fromkeys(schemes), [index], timeout=timeout, links=links)
+        kept = ((scheme, scheme.newest(index)) for scheme in schemes)
+        several = [scheme.payload(index, newest.slot, newest.extra) for scheme, newest in kept if newest is not None]
+        return hub.push({index: several}, version, timeout=timeout, initial=True, links=links)
+
+
+def newest_version(schemes: Collection[Pushable], worker_idx: int) -> int | None:
+    """Of the newest push that was meant for a worker, of any of these; ``None`` if the bytes of one are gone."""
+    versions = [newest.version for scheme in schemes if (newest := scheme.newest(worker_idx)) is not None]
+    return max(versions) if len(versions) == len(schemes) else None
 
 
 def _fill(hub: LinkHub, handle: PushHandle, fillings: Collection[Filling]) -> None:

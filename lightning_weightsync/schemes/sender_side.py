@@ -11,7 +11,7 @@ from torch import nn
 from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.schemes.core import SchemeCore
 from lightning_weightsync.schemes.joining import connect_workers, reconnect_workers
-from lightning_weightsync.schemes.newest import NewestWeights
+from lightning_weightsync.schemes.newest import Newest, NewestWeights
 from lightning_weightsync.schemes.push import push_models
 from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.strategy import Weights
@@ -277,14 +277,19 @@ class SenderSide(SchemeCore):
         if self._pool is not None:
             self._pool.release(slot, holder)
 
-    def keep_newest(self, worker_ids: Iterable[int], slot: Slot, extra: bytes) -> None:
+    def keep_newest(self, worker_ids: Iterable[int], newest: Newest) -> None:
         """A snapshot is what a replacement of one of these workers starts from; see ``schemes.newest``."""
         if self._newest is not None:
-            self._newest.keep(worker_ids, slot, extra)
+            self._newest.keep(worker_ids, newest)
 
-    def newest(self, worker_idx: int) -> tuple[Slot, bytes] | None:
-        """The newest snapshot for a worker, if it is still there."""
+    def newest(self, worker_idx: int) -> Newest | None:
+        """The newest snapshot that was meant for a worker, if it is still there."""
         return self._newest.of(worker_idx) if self._newest is not None else None
+
+    def add_workers(self, worker_ids: Iterable[int]) -> None:
+        """There are more workers: they start from what was meant for all. The caller holds the hub's ``pushing``."""
+        if self._newest is not None:
+            self._newest.add(worker_ids)
 
     def drop_workers(self, worker_ids: Iterable[int]) -> None:
         """These workers have left for good: nothing is kept for them. The caller holds the hub's ``pushing``."""

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_weightsync.schemes import requests
 from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.newest import Newest, NewestWeights
 from lightning_weightsync.schemes.receiver import ReceiverLink
 from lightning_weightsync.schemes.requests import Requests
 from lightning_weightsync.schemes.staging import StagedModel
@@ -114,6 +115,13 @@ def queued_push_has_no_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Dispatcher, "_give_up_queued", lambda self, queue, errand: None)
 
 
+def replacement_starts_from_what_another_worker_was_pushed(patch: pytest.MonkeyPatch) -> None:
+    def newest_of_all(self: NewestWeights, worker_idx: int) -> Newest | None:
+        return max(self._kept.values(), key=lambda kept: kept.version, default=None)
+
+    patch.setattr(NewestWeights, "of", newest_of_all)
+
+
 def silent_worker_is_waited_for(patch: pytest.MonkeyPatch) -> None:
     original = Dispatcher.__init__
 
@@ -136,5 +144,6 @@ MUTANTS = [
     values_come_before_the_weights,
     newer_push_of_another_model_takes_the_place,
     queued_push_has_no_deadline,
+    replacement_starts_from_what_another_worker_was_pushed,
     silent_worker_is_waited_for,
 ]
