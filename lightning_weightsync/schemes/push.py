@@ -9,8 +9,6 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.newest import NEWCOMERS, Newest
 from lightning_weightsync.schemes.strategy import Weights
-from lightning_weightsync.transports.base import TransferFailed
-from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.pushing import Payload, PushHandle
@@ -42,6 +40,10 @@ class Pushable(Protocol):
         """This snapshot is what a replacement of one of these workers starts from."""
         ...
 
+    def discard_newest(self, slot: Slot) -> None:
+        """Nobody can start from this snapshot."""
+        ...
+
     def newest(self, worker_idx: int) -> Newest | None:
         """The newest snapshot that was meant for a worker, if it is still there."""
         ...
@@ -52,6 +54,9 @@ class Pushable(Protocol):
 
 
 PerWorker: TypeAlias = Mapping[int, Weights]
+
+_Taken: TypeAlias = tuple[Pushable, Iterable[int], Slot, bytes]
+"""A snapshot: of which scheme, for whom, the slot, and the extra state."""
 
 
 def push_models(
@@ -81,7 +86,7 @@ def push_models(
     """
     started = time.monotonic()
     holder = _Snapshot()
-    taken: list[tuple[Pushable, Iterable[int], Slot, bytes]] = []
+    taken: list[_Taken] = []
     with hub.pushing:
         hub.check_open()
         try:
@@ -108,11 +113,14 @@ def push_models(
                 reachable, hub.version, timeout=remaining, initial=initial, replaceable=replaceable, links=links
             )
             handle.failed |= failed
-            if not replaceable:
-                hub.dispatcher.send_off()  # what is to be done here can be done while the workers wake up
-            _fill(hub, handle, [slot.filling for _, _, slot, _ in taken if slot.filling is not None])
-            for pushed, meant_for, slot, extra in taken:
-                pushed.keep_newest(meant_for, Newest(slot, extra, hub.version))
+            try:
+                if not replaceable:
+                    hub.dispatcher.send_off()  # what is to be done here can be done while the workers wake up
+                _keep(taken, hub.version)
+                _fill(taken)
+            except BaseException as error:
+                _recover(hub, handle, taken, error)
+                raise
             return handle
         finally:
             for pushed, _, slot, _ in taken:
@@ -141,25 +149,32 @@ def newest_version(schemes: Collection[Pushable], worker_idx: int) -> int | None
     return max(versions) if len(versions) == len(schemes) else None
 
 
-def _fill(hub: LinkHub, handle: PushHandle, fillings: Collection[Filling]) -> None:
+def _keep(taken: Iterable[_Taken], version: int) -> None:
+    for scheme, meant_for, slot, extra in taken:
+        scheme.keep_newest(meant_for, Newest(slot, extra, version))
+
+
+def _fill(taken: Iterable[_Taken]) -> None:
     """Write the slots that are on their way already."""
-    if not fillings:
-        return
+    for _, _, slot, _ in taken:
+        if slot.filling is not None:
+            slot.filling.run()
 
-    def write() -> None:
-        for filling in fillings:
-            filling.run()
 
+def _recover(hub: LinkHub, handle: PushHandle, taken: Collection[_Taken], error: BaseException) -> None:
+    """A push that is on its way was interrupted: it gets to its end, or is called off if it cannot."""
+    complete = all(slot.filling is None for _, _, slot, _ in taken)
     try:
-        hub.dispatcher.send_off()
-        write()
-    except Exception as error:  # what has left cannot be called back, and the rest will never come
-        for errand in handle.errands:
-            hub.dispatcher.give_up(errand.link, TransferFailed(f"the weights could not be read: {error}"))
-        raise
-    except BaseException:  # Ctrl-C: whoever follows has a part already, and needs the rest before it can go on
-        write()
-        raise
+        _keep(taken, handle.version)
+        if not complete and not isinstance(error, Exception):
+            _fill(taken)  # Ctrl-C: whoever follows has a part already, and needs the rest before it can go on
+            complete = True
+    finally:
+        if not complete:  # what has left cannot be called back, and the rest will never come
+            for scheme, _, slot, _ in taken:
+                scheme.discard_newest(slot)
+            reason = str(error) or type(error).__name__
+            hub.dispatcher.call_off(handle.errands, WeightSyncError(f"the weights could not be read: {reason}"))
 
 
 class _Snapshot:

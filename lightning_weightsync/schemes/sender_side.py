@@ -282,6 +282,11 @@ class SenderSide(SchemeCore):
         if self._newest is not None:
             self._newest.keep(worker_ids, newest)
 
+    def discard_newest(self, slot: Slot) -> None:
+        """A snapshot was not completed: nobody starts from it."""
+        if self._newest is not None:
+            self._newest.discard(slot)
+
     def newest(self, worker_idx: int) -> Newest | None:
         """The newest snapshot that was meant for a worker, if it is still there."""
         return self._newest.of(worker_idx) if self._newest is not None else None

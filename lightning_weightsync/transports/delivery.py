@@ -153,9 +153,18 @@ class Dispatcher:
 
         Nobody but the driver ends a link while the exchange goes on: it may be sending on it, or reading its answer.
         """
+        if link.state is not LinkState.OPEN:
+            return
         self._given_up.append((link, error))
         self.wait_until(lambda: link.state is not LinkState.OPEN)
         link.end(error)  # if the exchange is over, and nobody drives any more
+
+    def call_off(self, errands: Iterable[Errand], error: WeightSyncError) -> None:
+        """What these errands carry cannot be completed: fail them. Who has been sent a part loses its link."""
+        for errand in errands:
+            reason = WeightSyncError(f"{errand.link.name}: {error} (phase: {errand.phase})")
+            if not self._withdraw(errand, reason) and not errand.final:
+                self.give_up(errand.link, error)
 
     def submit(self, errands: Iterable[Errand]) -> None:
         """Put errands into their links' queues; does not block. Whoever drives sends them."""
@@ -355,8 +364,8 @@ class Dispatcher:
             return
         self._looked_around = now
         with self._mutex:
-            entries = [(queue, list(queue)) for queue in self._queues.values() if queue]
-        for queue, errands in entries:
+            entries = [list(queue) for queue in self._queues.values() if queue]
+        for errands in entries:
             head = errands[0]
             quiet = now - max(head.link.channel.last_heard, head.created)
             if head.state is ErrandState.SENT and quiet > self._heartbeat_timeout:
@@ -366,19 +375,25 @@ class Dispatcher:
             else:
                 for errand in errands:
                     if now >= errand.deadline:
-                        self._give_up_queued(queue, errand)
+                        self._give_up_queued(errand)
 
-    def _give_up_queued(self, queue: deque[Errand], errand: Errand) -> None:
-        with self._mutex:  # or another thread supersedes it at this moment
-            if errand.state is not ErrandState.QUEUED:
-                return
+    def _give_up_queued(self, errand: Errand) -> None:
+        seconds = time.monotonic() - errand.created
+        late = f"{errand.link.name} is busy: {errand.phase} was not sent within {seconds:.1f} s"
+        self._withdraw(errand, WeightSyncTimeout(late))
+
+    def _withdraw(self, errand: Errand, error: Exception) -> bool:
+        """Fail an errand that has not been sent; whether it had not."""
+        with self._mutex:  # or another thread sends or supersedes it at this moment
+            queue = self._queues.get(id(errand.link))
+            if queue is None or errand not in queue or errand.state is not ErrandState.QUEUED:  # or its link is lost
+                return False
             was_first = queue[0] is errand
             queue.remove(errand)
             if was_first:
                 self._line_up(queue)
-            who, seconds = f"worker {errand.link.worker_idx} (pid {errand.link.pid})", time.monotonic() - errand.created
-            late = f"{who} is busy: {errand.phase} was not sent within {seconds:.1f} s"
-            errand.move(ErrandState.FAILED, error=WeightSyncTimeout(late))
+            errand.move(ErrandState.FAILED, error=error)
+            return True
 
     def _lost(self, link: WorkerLink, error: Exception) -> None:
         """Give a link up, and with it everything that was meant for it."""

@@ -355,7 +355,9 @@ class LinkHub:
 
     def lose(self, link: WorkerLink, phase: str, seconds: float, error: Exception) -> Exception:
         """End a link that cannot be used any more; returns the cause that the user is shown."""
-        who = f"worker {link.worker_idx} (pid {link.pid})"
+        if link.state is not LinkState.OPEN:  # somebody else has ended it meanwhile
+            return link.cause or WeightSyncError(f"{link.name}: the link was closed (phase: {phase})")
+        who = link.name
         last = f"it holds version {link.version}" if link.version >= 0 else "it holds no version yet"
         if self._closed.is_set():  # nothing is wrong with the worker
             link.end()
@@ -383,6 +385,4 @@ def _is_end(error: Exception) -> bool:
 def _down(index: int, link: WorkerLink | None, phase: str) -> Exception:
     if link is None:
         return WorkerDied(f"worker {index} has not connected (phase: {phase})")
-    return WorkerDied(
-        f"worker {index} (pid {link.pid}) is {link.state.value} (phase: {phase}): {link.cause or 'closed'}"
-    )
+    return WorkerDied(f"{link.name} is {link.state.value} (phase: {phase}): {link.cause or 'closed'}")

@@ -57,6 +57,11 @@ class WorkerLink:
     cause: Exception | None = None
     _on_end: list[Callable[[], None]] = field(default_factory=list)
 
+    @property
+    def name(self) -> str:
+        """What errors call the worker."""
+        return f"worker {self.worker_idx} (pid {self.pid})"
+
     def when_ended(self, release: Callable[[], None]) -> None:
         """Have ``release`` called once when the link ends: what a scheme holds for this worker goes with it."""
         if self.state is LinkState.OPEN:

@@ -231,7 +231,7 @@ class Delivery:
         ]
         if others:
             self._handle.failed[link.worker_idx] = WeightSyncError(
-                f"worker {link.worker_idx} (pid {link.pid}) has applied other bytes of {', '.join(others)} than were "
+                f"{link.name} has applied other bytes of {', '.join(others)} than were "
                 f"sent as version {self._handle.version} (verify=True)"
             )
 
@@ -264,7 +264,7 @@ def _bytes_of(slot: Slot) -> bytes:
 
 def _reported(link: WorkerLink, phase: str, reply: Message) -> Exception:
     """The exception that a worker told of; its link stays up and it keeps the version that it had."""
-    text = f"worker {link.worker_idx} (pid {link.pid}) kept version {link.version}: {reply['message']} (phase: {phase})"
+    text = f"{link.name} kept version {link.version}: {reply['message']} (phase: {phase})"
     if reply["reason"] == "deadline":
         return WeightSyncTimeout(text)
     if reply["reason"] == "stale":

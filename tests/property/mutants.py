@@ -112,7 +112,7 @@ def newer_push_of_another_model_takes_the_place(patch: pytest.MonkeyPatch) -> No
 
 
 def queued_push_has_no_deadline(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Dispatcher, "_give_up_queued", lambda self, queue, errand: None)
+    patch.setattr(Dispatcher, "_give_up_queued", lambda self, errand: None)
 
 
 def replacement_starts_from_what_another_worker_was_pushed(patch: pytest.MonkeyPatch) -> None:

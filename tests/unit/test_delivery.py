@@ -555,6 +555,30 @@ def test_a_link_is_given_up_while_nobody_drives_and_after_the_end(exchange):
     assert there.links[1].state is LinkState.BROKEN
 
 
+def test_a_link_that_has_ended_is_not_lost_once_more(exchange):
+    there = exchange(2)
+    there.links[0].end(ValueError("dead before"))
+    there.dispatcher.give_up(there.links[0], ConnectionError("not needed"))
+    there.dispatcher.wait_until(lambda: False, soon(0.1))
+    assert there.lost == [] and "dead before" in str(there.links[0].cause)
+
+
+def test_what_is_called_off_fails_and_only_links_of_what_was_sent_are_given_up(exchange):
+    there = exchange(3)
+    before, queued = there.submit(there.errand(0, 1), there.errand(0, 2))
+    sent, answered = there.submit(there.errand(1, 2), there.errand(2, 2))
+    serving = there.serve(2, count=1)
+    assert there.dispatcher.wait([answered], soon(5)) is True
+    serving.result()
+    there.dispatcher.call_off([queued, sent, answered], WeightSyncError("no more of it"))
+    assert [e.state for e in (before, queued, sent, answered)] == [SENT, FAILED, FAILED, ANSWERED]
+    assert there.lost == [1]
+    assert re.fullmatch(r"worker 0 \(pid 1\): no more of it \(phase: push 2\)", str(queued.error))
+    there.asked(0)
+    there.answer(0)
+    assert there.dispatcher.wait([before], soon(5)) is True
+
+
 def test_an_answer_that_is_not_the_one_that_is_due_costs_the_link(exchange):
     there = exchange()
     errand = there.errand()
