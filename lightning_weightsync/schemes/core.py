@@ -168,7 +168,7 @@ class SchemeCore(ABC):
             self._link.end()
         if self._open_forward is not None:
             self._open_forward()
-        for transport in self._transports.values():
+        for transport in list(self._transports.values()):  # another thread may be connecting more
             transport.close()
         self._transports.clear()
         self._newest = None

@@ -291,7 +291,7 @@ class LinkHub:
         self.check_open()
         answers = Answers()
         errands = []
-        for link in links:
+        for link in list(links):  # of a hub: another thread may admit a worker, or have one leave
             if link.state is not LinkState.OPEN:
                 answers.failed[link.worker_idx] = _down(link.worker_idx, link, phase)
             else:
