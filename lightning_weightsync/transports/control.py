@@ -211,10 +211,14 @@ class ControlChannel:
             message = self.poll()
         return message
 
-    def poll(self) -> Message | None:
-        """The next message, if it has arrived in full; never blocks, and reads at most a megabyte."""
+    def poll(self, *, read: bool = True) -> Message | None:
+        """The next message, if it has arrived in full; never blocks, and reads at most a megabyte.
+
+        Args:
+            read: Whether to look for more than what has been read from the socket already.
+        """
         message = self._parse()
-        if message is not None:
+        if message is not None or not read:
             return message
         for _ in range(16):  # a peer that never stops sending must not keep its reader from looking at the clock
             try:

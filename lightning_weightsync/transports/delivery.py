@@ -29,6 +29,7 @@ from lightning_weightsync.transports.control import ChannelClosed, Message
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 
 _LOOK_AROUND = 0.05
+_BEATS_AT_ONCE = 16
 
 
 class ErrandState(Enum):
@@ -332,9 +333,12 @@ class Dispatcher:
             self._lost(link, error)
 
     def _read(self, link: WorkerLink) -> None:
+        beats = 0
         try:
-            while (message := link.channel.poll()) is not None:
+            # One who never stops sending must not keep the driver from all others: the next poll tells of the rest.
+            while (message := link.channel.poll(read=beats < _BEATS_AT_ONCE)) is not None:
                 if message.kind == "beat":
+                    beats += 1
                     continue
                 with self._mutex:
                     queue = self._queues.get(id(link))

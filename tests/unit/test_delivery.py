@@ -168,6 +168,29 @@ def test_beats_are_no_answers(exchange):
     assert there.dispatcher.wait([errand], soon()) is True
 
 
+def test_a_worker_that_floods_its_sender_with_beats_keeps_nobody_else_waiting(exchange, monkeypatch):
+    """Whenever some have been read, there are more."""
+    there = exchange(2)
+    beats = there.workers[0].encode("beat")
+    flood = b"".join([beats] * 100)
+    read = there.links[0].channel._read
+    monkeypatch.setattr(there.links[0].channel, "_read", lambda: (there.workers[0]._sock.send(flood), read())[1])
+    there.workers[0].send("beat")
+    there.answer(1, 2)  # unasked, which the driver notices when it comes to it
+    there.dispatcher.wait_until(lambda: there.lost, soon(2))
+    assert there.lost == [1]
+
+
+def test_an_answer_behind_many_beats_is_found(exchange):
+    there = exchange()
+    (errand,) = there.submit(there.errand())
+    there.dispatcher.wait_until(lambda: errand.state is SENT, soon())
+    for _ in range(200):
+        there.workers[0].send("beat")
+    there.answer()
+    assert there.dispatcher.wait([errand], soon(2)) is True
+
+
 # --- queues ---------------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,9 @@ def test_a_worker_may_be_admitted_or_leave_while_others_are_asked(hub):
             hub.links[1] = Leaving()
             return LinkState.CLOSED
 
+        def end(self):
+            pass
+
     hub.links[0] = Leaving()
     answers = hub.ask(hub.links.values(), lambda link: None, {"digested"}, phase="digest", deadline=soon())
     assert list(answers.failed) == [0]
