@@ -11,7 +11,7 @@ from lightning_weightsync.schemes.newest import NEWCOMERS, Newest
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.link import WorkerLink
-from lightning_weightsync.transports.pushing import Payload, PushHandle
+from lightning_weightsync.transports.pushing import Payload, PushHandle, check_size
 from lightning_weightsync.transports.slots import Slot
 
 
@@ -82,6 +82,7 @@ def push_models(
 
     Raises:
         LayoutMismatchError: Weights are not those of ``connect``; nothing was sent and no version taken.
+        TypeError: The extra states of all models are too large for one announcement; the same.
         WeightSyncTimeout: No slot became free in time.
     """
     started = time.monotonic()
@@ -104,6 +105,8 @@ def push_models(
                             payloads[index].append(scheme.payload(index, slot, extra))
                         except WeightSyncError as error:
                             failed[index] = error
+            if any(extra for _, _, _, extra in taken):
+                check_size(payloads)
             if not initial:
                 hub.version += 1
             hub.values = hub.next_values

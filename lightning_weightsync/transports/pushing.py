@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,10 +21,13 @@ from lightning_weightsync.errors import (
     WorkerError,
 )
 from lightning_weightsync.transports.base import SenderTransport, TransferFailed
-from lightning_weightsync.transports.control import ChannelClosed, Message
+from lightning_weightsync.transports.control import MAX_BLOB, ChannelClosed, Message
 from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.slots import Slot, SlotPool
+
+_BESIDE = 128 << 10
+"""Bytes of room for what is in an announcement beside a model's extra state: its weights, if they are small."""
 
 _ACKNOWLEDGEMENTS = frozenset({"applied", "failed"})
 
@@ -38,6 +41,19 @@ class Payload:
     slot: Slot
     transport: SenderTransport
     extra: bytes = b""
+
+
+def check_size(payloads: Mapping[int, Sequence[Payload]]) -> None:
+    """See whether the extra states of all models of a push fit into one announcement.
+
+    Raises:
+        TypeError: They are too large for a worker, together.
+    """
+    for several in payloads.values():
+        size = sum(len(payload.extra) for payload in several)
+        if size > MAX_BLOB - len(several) * _BESIDE:
+            names = ", ".join(repr(payload.model_id) for payload in several)
+            raise TypeError(f"the extra states of {names} take {size} bytes together; at most {MAX_BLOB} are carried")
 
 
 class PushState(Enum):
