@@ -21,12 +21,13 @@ def choose(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")
 
 
-def seconds(name: str, value: Any) -> float:
+def seconds(name: str, value: object) -> float:
     """How long something may take.
 
     Raises:
         ValueError: It is no number, not positive, infinite, or longer than the system can wait.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= _LONGEST:
+    number: Any = value
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < number <= _LONGEST:
         raise ValueError(f"{name}={value!r}: give a positive number of seconds, at most {_LONGEST:.0f}")
-    return float(value)
+    return float(number)

@@ -158,8 +158,6 @@ class SenderSide(SchemeCore):
                 may_hold=on_cpu and (self._spares_slots() or not self.shares(link)),
                 backend=self.backend_name,
                 transport=offers[link.worker_idx],
-                budget=float(deadline - time.monotonic()),
-                deadline=deadline,
             )
 
         verdicts = {"attached", "mismatch", "attach_failed"}
@@ -189,7 +187,7 @@ class SenderSide(SchemeCore):
 
         def open_transport(link: WorkerLink) -> None:
             budget = min(deadline - time.monotonic(), self.heartbeat_timeout)
-            link.channel.send("open", model_id=model_id, budget=float(budget), deadline=deadline)
+            link.channel.send("open", model_id=model_id, budget=float(budget))
 
         raise_failures(hub.ask([link], open_transport, {"opening"}, phase=phase, deadline=deadline).failed, phase)
         transport = self.create_transport(link=link, offer=offer, holds=holds)

@@ -20,10 +20,10 @@ from lightning_weightsync.errors import (
     WorkerDied,
 )
 from lightning_weightsync.transports.base import TransferFailed
-from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, Message
+from lightning_weightsync.transports.control import ChannelClosed, Message
 from lightning_weightsync.transports.delivery import Dispatcher, Errand
 from lightning_weightsync.transports.link import LinkState, WorkerLink
-from lightning_weightsync.transports.meeting import Values, from_text, to_text
+from lightning_weightsync.transports.meeting import Addresses, from_text, to_text
 from lightning_weightsync.transports.pushing import (
     Announcement,
     Delivery,
@@ -206,15 +206,8 @@ class LinkHub:
             self._joining[index] = link
             self.dispatcher.watch(link)
             try:
-                link.channel.send(
-                    "welcome",
-                    run=self.run,
-                    version=self.version,
-                    generation=generation,
-                    heartbeat_timeout=float(self.heartbeat_timeout),
-                    deadline=deadline,
-                )
-            except (ChannelClosed, ChannelTimeout) as error:  # whoever asks it next is told
+                link.channel.send("welcome", generation=generation, heartbeat_timeout=float(self.heartbeat_timeout))
+            except ChannelClosed as error:  # whoever asks it next is told
                 self.dispatcher.give_up(link, error)
         if self._closed.is_set():  # meanwhile: these links were not there yet
             self._end_links()
@@ -305,21 +298,21 @@ class LinkHub:
                 answers.failed[errand.link.worker_idx] = errand.error or ChannelClosed("the sender was shut down")
         return answers
 
-    def swap(self, link: WorkerLink, model_id: str, ours: Values, deadline: float) -> Values:
-        """Tell a worker our values for a meeting in a pair group, and return its own; blocks on it.
+    def swap(self, link: WorkerLink, model_id: str, ours: Addresses, deadline: float) -> Addresses:
+        """Tell a worker our addresses for a meeting in a pair group, and return its own; blocks on it.
 
         Raises:
             TransferFailed: It did not tell; its link is lost then.
         """
 
         def request(link: WorkerLink) -> None:
-            link.channel.send("meet", model_id=model_id, values=to_text(ours), deadline=deadline)
+            link.channel.send("meet", model_id=model_id, addresses=to_text(ours))
 
         phase = f"meeting for {model_id!r}"
         answers = self.ask([link], request, {"meet"}, phase=phase, deadline=deadline)
         if answers.failed:
             raise TransferFailed("the worker did not come to the pair group") from answers.failed[link.worker_idx]
-        return from_text(answers.replies[link.worker_idx]["values"])
+        return from_text(answers.replies[link.worker_idx]["addresses"])
 
     def close(self) -> None:
         """End every link in good order, stop listening, and unblock whoever waits. Idempotent, never blocks."""
@@ -333,7 +326,7 @@ class LinkHub:
     def _end_links(self) -> None:
         for link in (*self.links.values(), *self._joining.values()):
             if link.state is LinkState.OPEN:
-                with contextlib.suppress(ChannelClosed, ChannelTimeout):
+                with contextlib.suppress(ChannelClosed):
                     link.channel.try_send("close")
             link.end()
 

@@ -154,7 +154,7 @@ class Announcement:
             budget = max(0.0, self._deadline - self._margin - now) // self._grain * self._grain
             frame = link.channel.encode("push", blob, models=models, budget=budget, **self._fields)
             self._cached = (now, (models, blob), frame)
-        link.channel.send_frame(self._cached[2], deadline=self._deadline)
+        link.channel.send_frame(self._cached[2])
 
 
 class Delivery:
@@ -230,8 +230,7 @@ class Delivery:
                 with contextlib.suppress(TransferFailed):  # then the next transfer fails, with a deadline
                     payload.transport.settled(link.worker_idx, payload.slot, applied=applied)
         elif errand.error is not None:
-            late = isinstance(errand.error, TimeoutError)  # not sent: the link is as it was
-            handle.failed[link.worker_idx] = WeightSyncTimeout(str(errand.error)) if late else errand.error
+            handle.failed[link.worker_idx] = errand.error
         for payload in self._payloads:
             if reply is None and self._sent:  # the worker may have it mapped, or a transfer may still be reading it
                 payload.pool.retire_all(self)

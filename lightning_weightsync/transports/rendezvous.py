@@ -242,7 +242,6 @@ class Rendezvous:
             client.channel.send(
                 "refused",
                 reason=f"worker_idx={index} is not expected now, but {sorted(missing - joined.keys())}",
-                deadline=time.monotonic() + 1.0,
             )
         client.channel.close()
 
