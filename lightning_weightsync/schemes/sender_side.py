@@ -92,6 +92,8 @@ class SenderSide(SchemeCore):
 
         Raises:
             WeightSyncError: ``.failed`` maps each worker that did not apply it to the cause. All others did.
+            WeightSyncTimeout: The same, where all of them were late. With an empty ``.failed``: no slot became free
+                within ``timeout``, and nothing was sent.
             LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
             ValueError: A worker index that does not exist.
         """

@@ -1,8 +1,8 @@
 """What does a sender own? Its links, the rendezvous, run and version, and the order of pushes.
 
 A scheme on its own makes a hub; a collector group lends its own to all its schemes, so that several models travel as
-one version over one link per worker. How errands run side by side is in ``delivery``; what a push is to a worker is
-here.
+one version over one link per worker. How errands run side by side is in ``dispatcher``, and what a push is to a worker
+in ``pushing``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from lightning_weightsync.errors import (
 )
 from lightning_weightsync.transports.base import TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed, Message
-from lightning_weightsync.transports.delivery import Dispatcher, Errand
-from lightning_weightsync.transports.link import LinkState, WorkerLink
+from lightning_weightsync.transports.dispatcher import Dispatcher
+from lightning_weightsync.transports.errand import Errand
+from lightning_weightsync.transports.link import LinkState, WorkerLink, silent_for
 from lightning_weightsync.transports.meeting import Addresses, from_text, to_text
 from lightning_weightsync.transports.pushing import (
     Announcement,
@@ -153,7 +154,7 @@ class LinkHub:
             link = self.links.get(index)
             quiet = time.monotonic() - link.channel.last_heard if link is not None else 0.0
             if link is not None and link.state is LinkState.OPEN and quiet > self.heartbeat_timeout:
-                self.dispatcher.give_up(link, TimeoutError(f"silent for {quiet:.1f} s (heartbeat_timeout)"))
+                self.dispatcher.give_up(link, silent_for(quiet))
 
     @contextlib.contextmanager
     def connecting(self, deadline: float) -> Iterator[None]:
@@ -315,7 +316,10 @@ class LinkHub:
         return from_text(answers.replies[link.worker_idx]["addresses"])
 
     def close(self) -> None:
-        """End every link in good order, stop listening, and unblock whoever waits. Idempotent, never blocks."""
+        """End every link in good order, stop listening, and unblock whoever waits. Idempotent.
+
+        Blocks on no worker; whoever drives leaves within a twentieth of a second.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
@@ -350,25 +354,25 @@ class LinkHub:
         """End a link that cannot be used any more; returns the cause that the user is shown."""
         if link.state is not LinkState.OPEN:  # somebody else has ended it meanwhile
             return link.cause or WeightSyncError(f"{link.name}: the link was closed (phase: {phase})")
-        who = link.name
-        last = f"it holds version {link.version}" if link.version >= 0 else "it holds no version yet"
+        holds = f"it holds version {link.version}" if link.version >= 0 else "it holds no version yet"
+        where = f"{error}; {holds} (phase: {phase}, after {seconds:.1f} s)"
         if self._closed.is_set():  # nothing is wrong with the worker
             link.end()
-            return WeightSyncError(f"{who}: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
-        cause: Exception
+            return WeightSyncError(f"{link.name}: {where}")
         death = self._watcher.cause_of_death(link.worker_idx, 0.5) if self._watcher and _is_end(error) else None
-        if death is not None:
-            cause = death
-        elif isinstance(error, TimeoutError):
-            cause = WeightSyncTimeout(f"{who}: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
-        elif isinstance(error, OSError):
-            cause = WorkerDied(f"{who} is gone: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
-        else:  # of the sender's own
-            cause = WeightSyncError(f"{who} was given up: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
+        cause = death or _cause(link, error, where)
         with contextlib.suppress(ChannelClosed):  # a worker that was stopped, or replaced, reads it when it goes on
             link.channel.try_send("refused", reason=str(error))
         link.end(cause)
         return cause
+
+
+def _cause(link: WorkerLink, error: Exception, where: str) -> Exception:
+    if isinstance(error, TimeoutError):
+        return WeightSyncTimeout(f"{link.name}: {where}")
+    if isinstance(error, OSError):
+        return WorkerDied(f"{link.name} is gone: {where}")
+    return WeightSyncError(f"{link.name} was given up: {where}")  # for an error of the sender's own
 
 
 def _is_end(error: Exception) -> bool:

@@ -80,3 +80,8 @@ class WorkerLink:
         for release in self._on_end:
             release()
         self._on_end.clear()
+
+
+def silent_for(seconds: float) -> TimeoutError:
+    """Why a link is given up whose worker has not been heard for longer than ``heartbeat_timeout``."""
+    return TimeoutError(f"silent for {seconds:.1f} s (heartbeat_timeout)")

@@ -1,6 +1,6 @@
 """What becomes of one push? Its payloads, its announcement to each worker, and the handle that tells.
 
-A push to one worker is an errand (see ``delivery``); this module says what its request is and what its answer means.
+A push to one worker is an errand (see ``errand``); this module says what its request is and what its answer means.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from lightning_weightsync.errors import (
 )
 from lightning_weightsync.transports.base import SenderTransport, TransferFailed
 from lightning_weightsync.transports.control import MAX_BLOB, ChannelClosed, Message
-from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
+from lightning_weightsync.transports.dispatcher import Dispatcher
+from lightning_weightsync.transports.errand import Errand, ErrandState
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.slots import Slot, SlotPool
 

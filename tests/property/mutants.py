@@ -16,7 +16,8 @@ from lightning_weightsync.schemes.requests import Requests
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.transaction import Transaction
 from lightning_weightsync.transports.control import ControlChannel
-from lightning_weightsync.transports.delivery import Dispatcher, Errand
+from lightning_weightsync.transports.dispatcher import Dispatcher
+from lightning_weightsync.transports.errand import Errand
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.pushing import Delivery
 from lightning_weightsync.transports.shared_memory import SharedMemoryTransport

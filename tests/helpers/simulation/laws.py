@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
-from lightning_weightsync.transports.delivery import ErrandState
+from lightning_weightsync.transports.errand import ErrandState
 from lightning_weightsync.transports.link import LinkState
 from lightning_weightsync.transports.process_group import ProcessGroupSender
 

@@ -1,13 +1,8 @@
 """How does a sender talk to many workers at once? One errand at a time per worker, all workers side by side.
 
-An errand is one request to one worker and its one answer. Each link has a queue; its first errand is sent as soon as
-the one before has settled. Nobody waits for anybody else's worker: a slow one only lengthens its own queue, in which
-a newer push takes the place of an older one that has not been sent.
-
-    QUEUED --sent--> SENT --answer--> ANSWERED
-      |  |             +--link lost--> FAILED
-      |  +--link lost, or deadline---> FAILED
-      +--a newer push takes its place-> SUPERSEDED
+Each link has a queue; its first errand is sent as soon as the one before has settled. Nobody waits for anybody else's
+worker: a slow one only lengthens its own queue, in which a newer push takes the place of an older one that has not been
+sent.
 
 Whoever waits for errands drives the exchange for everybody; while nobody waits and pushes are under way, a background
 thread does.
@@ -21,92 +16,15 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
-from lightning_weightsync.transports.control import ChannelClosed, Message
-from lightning_weightsync.transports.link import LinkState, WorkerLink
+from lightning_weightsync.transports.control import ChannelClosed
+from lightning_weightsync.transports.errand import Errand, ErrandState
+from lightning_weightsync.transports.link import LinkState, WorkerLink, silent_for
 
 _LOOK_AROUND = 0.05
 _BEATS_AT_ONCE = 16
-
-
-class ErrandState(Enum):
-    """See the module's picture."""
-
-    QUEUED = "queued"
-    SENT = "sent"
-    ANSWERED = "answered"
-    FAILED = "failed"
-    SUPERSEDED = "superseded"
-
-    __hash__ = object.__hash__  # Enum's own is a call into Python, for each look into a table
-
-
-_MOVES = {
-    ErrandState.QUEUED: {ErrandState.SENT, ErrandState.FAILED, ErrandState.SUPERSEDED},
-    ErrandState.SENT: {ErrandState.ANSWERED, ErrandState.FAILED},
-}
-
-
-class Errand:
-    """One request to one worker, and its answer.
-
-    Args:
-        link: The worker's link.
-        request: Sends it; runs in whichever thread drives.
-        expected: Kinds of messages that are an answer.
-        phase: What it is about, for errors.
-        deadline: On the monotonic clock, in seconds.
-        check: Called with the answer before it counts; raises ``ChannelClosed`` if it answers something else.
-        settled: Called once, when the state is final, in whichever thread drives; must not block.
-        takes_place_of: Whether this errand makes a queued one needless.
-
-    Attributes:
-        state: See ``ErrandState``; changed by ``move`` alone.
-        reply: The answer, once ``ANSWERED``.
-        error: The cause, once ``FAILED``.
-        final: Whether the state changes no more.
-    """
-
-    def __init__(
-        self,
-        link: WorkerLink,
-        request: Callable[[WorkerLink], None],
-        expected: Collection[str],
-        *,
-        phase: str,
-        deadline: float,
-        check: Callable[[Message], None] | None = None,
-        settled: Callable[[Errand], None] | None = None,
-        takes_place_of: Callable[[Errand], bool] | None = None,
-    ) -> None:
-        self.link = link
-        self.request = request
-        self.expected = expected
-        self.phase = phase
-        self.deadline = deadline
-        self.check = check
-        self.takes_place_of = takes_place_of
-        self.state = ErrandState.QUEUED
-        self.reply: Message | None = None
-        self.error: Exception | None = None
-        self.created = time.monotonic()
-        self.final = False
-        self._settled = settled
-
-    def move(self, state: ErrandState, *, reply: Message | None = None, error: Exception | None = None) -> None:
-        """Change the state; tells ``settled`` when it is final."""
-        if state not in _MOVES.get(self.state, ()):
-            raise RuntimeError(f"an errand cannot go from {self.state.value} to {state.value}")
-        self.state = state
-        self.reply = reply
-        self.error = error
-        if state not in _MOVES:
-            if self._settled is not None:
-                self._settled(self)
-            self.final = True  # last: another thread that finds it final must find its consequences too
 
 
 class Dispatcher:
@@ -373,7 +291,7 @@ class Dispatcher:
             head = errands[0]
             quiet = now - max(head.link.channel.last_heard, head.created)
             if head.state is ErrandState.SENT and quiet > self._heartbeat_timeout:
-                self._lost(head.link, TimeoutError(f"silent for {quiet:.1f} s (heartbeat_timeout)"))
+                self._lost(head.link, silent_for(quiet))
             elif head.state is ErrandState.SENT and now >= head.deadline:
                 self._lost(head.link, TimeoutError(f"no answer before the deadline; last heard {quiet:.1f} s ago"))
             else:

@@ -8,7 +8,8 @@ import pytest
 
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.transports.control import ChannelClosed, ControlChannel
-from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
+from lightning_weightsync.transports.dispatcher import Dispatcher
+from lightning_weightsync.transports.errand import Errand, ErrandState
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.posting import PostingChannel
 from lightning_weightsync.transports.pushing import PushHandle
