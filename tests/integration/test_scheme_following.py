@@ -246,7 +246,13 @@ def test_weights_that_cannot_be_read_cost_only_those_their_link_who_got_a_part(c
     links = connected.scheme._hub.links
     eventually(lambda: [links[index].version for index in (0, 1)] == [1, 1])
     randomise(source.state_dict().values(), 2)
-    halfway(fail)
+    queues = [connected.scheme._hub.dispatcher._queues[id(links[index])] for index in (0, 1)]
+
+    def fail_when_two_have_a_part():
+        eventually(lambda: all(queue[0].state.value == "sent" for queue in queues))
+        fail()
+
+    halfway(fail_when_two_have_a_part)
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="the device is gone"):
         connected.push()
