@@ -137,9 +137,9 @@ class Fleet(Roster):
         for worker in self._workers:
             worker.process.ask_to_stop()
         # Before they are waited for: a worker that is connecting waits for the sender, not for its parent.
+        self.hub.close()  # first: what waits in a channel may be a slot of a scheme's
         for scheme in self.schemes.values():
             scheme.shutdown()
-        self.hub.close()
         self._caretaker.join(max(0.5, deadline - time.monotonic()))
         for index, worker in enumerate(self._workers):
             is_replacement = worker.state is WorkerState.STARTING and self.supervisor.condition(index) is not None
@@ -175,9 +175,7 @@ class Fleet(Roster):
         new = range(self.num_workers, num_workers)
         with self.hub.pushing:
             for scheme in self.schemes.values():
-                newest = scheme.newest(0)
-                if newest is not None:
-                    scheme.keep_newest(new, *newest)
+                scheme.add_workers(new)
             self.hub.num_workers = num_workers
         with self._mutex:
             for index in new:

@@ -27,7 +27,7 @@ from lightning_weightsync.schemes.requests import Destination, Requests, last_wo
 from lightning_weightsync.transports.base import TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
 from lightning_weightsync.transports.dialling import join
-from lightning_weightsync.transports.meeting import Values, from_text, to_text
+from lightning_weightsync.transports.meeting import Addresses, from_text, to_text
 from lightning_weightsync.transports.rendezvous import StoreInfo
 
 
@@ -245,8 +245,8 @@ class ReceiverLink:
             self.state, self.cause = state, cause
             return True
 
-    def swap(self, model_id: str, ours: Values, deadline: float) -> Values:
-        """Tell the sender our values for a meeting in a pair group, and return its own; blocks on it.
+    def swap(self, model_id: str, ours: Addresses, deadline: float) -> Addresses:
+        """Tell the sender our addresses for a meeting in a pair group, and return its own; blocks on it.
 
         Raises:
             TransferFailed: It did not tell.
@@ -256,10 +256,10 @@ class ReceiverLink:
             message = channel.receive(deadline)
             if message.kind != "meet" or message["model_id"] != model_id:
                 raise TransferFailed(f"the sender sent {message.kind!r} where its address for {model_id!r} was due")
-            channel.send("meet", model_id=model_id, values=to_text(ours), deadline=deadline)
+            channel.send("meet", model_id=model_id, addresses=to_text(ours), deadline=deadline)
         except (ChannelTimeout, ChannelClosed) as error:
             raise TransferFailed(f"the sender did not come to the pair group: {error}") from error
-        return from_text(message["values"])
+        return from_text(message["addresses"])
 
     @property
     def local_host(self) -> str | None:

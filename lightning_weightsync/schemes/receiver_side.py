@@ -14,6 +14,7 @@ from lightning_weightsync.paths import resolve
 from lightning_weightsync.schemes.core import SchemeCore, process_gate
 from lightning_weightsync.schemes.forward_gate import gate_forward
 from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.options import choose
 from lightning_weightsync.schemes.receiver import ReceiverLink, ReceiverState
 from lightning_weightsync.schemes.requests import layout_of_offer
 from lightning_weightsync.schemes.staging import StagedModel
@@ -48,8 +49,7 @@ class ReceiverSide(SchemeCore):
                 callers know nothing of gates, the model's own ``forward`` holds it; see ``schemes.forward_gate`` for
                 what that does not cover (submodules and other methods called directly, several calls of one batch).
         """
-        if safe_point not in ("gate", "forward"):
-            raise ValueError(f"safe_point={safe_point!r}: choose 'gate' or 'forward'")
+        choose("safe_point", safe_point, ("gate", "forward"))
         self._check_free(model_id)
         if model is None and context is not None:
             model = context.get_model(model_id) if hasattr(context, "get_model") else resolve(context, model_id)

@@ -133,7 +133,7 @@ class Requests:
         else:
             self._offers[model_id] = offer
             holds = destination.staged_model.holds_slot
-            channel.send("attached", model_id=model_id, local=channel.passes_descriptors, holds=holds)
+            channel.send("attached", model_id=model_id, holds=holds)
 
     def _open(self, channel: ControlChannel, message: Message) -> None:
         model_id = message["model_id"]

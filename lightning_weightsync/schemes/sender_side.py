@@ -11,7 +11,7 @@ from torch import nn
 from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.schemes.core import SchemeCore
 from lightning_weightsync.schemes.joining import connect_workers, reconnect_workers
-from lightning_weightsync.schemes.newest import NewestWeights
+from lightning_weightsync.schemes.newest import Newest, NewestWeights
 from lightning_weightsync.schemes.push import push_models
 from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.strategy import Weights
@@ -93,6 +93,8 @@ class SenderSide(SchemeCore):
 
         Raises:
             WeightSyncError: ``.failed`` maps each worker that did not apply it to the cause. All others did.
+            WeightSyncTimeout: The same, where all of them were late. With an empty ``.failed``: no slot became free
+                within ``timeout``, and nothing was sent.
             LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
             ValueError: A worker index that does not exist.
         """
@@ -159,8 +161,6 @@ class SenderSide(SchemeCore):
                 may_hold=on_cpu and (self._spares_slots() or not self.shares(link)),
                 backend=self.backend_name,
                 transport=offers[link.worker_idx],
-                budget=float(deadline - time.monotonic()),
-                deadline=deadline,
             )
 
         verdicts = {"attached", "mismatch", "attach_failed"}
@@ -190,7 +190,7 @@ class SenderSide(SchemeCore):
 
         def open_transport(link: WorkerLink) -> None:
             budget = min(deadline - time.monotonic(), self.heartbeat_timeout)
-            link.channel.send("open", model_id=model_id, budget=float(budget), deadline=deadline)
+            link.channel.send("open", model_id=model_id, budget=float(budget))
 
         raise_failures(hub.ask([link], open_transport, {"opening"}, phase=phase, deadline=deadline).failed, phase)
         transport = self.create_transport(link=link, offer=offer, holds=holds)
@@ -279,14 +279,24 @@ class SenderSide(SchemeCore):
         if self._pool is not None:
             self._pool.release(slot, holder)
 
-    def keep_newest(self, worker_ids: Iterable[int], slot: Slot, extra: bytes) -> None:
+    def keep_newest(self, worker_ids: Iterable[int], newest: Newest) -> None:
         """A snapshot is what a replacement of one of these workers starts from; see ``schemes.newest``."""
         if self._newest is not None:
-            self._newest.keep(worker_ids, slot, extra)
+            self._newest.keep(worker_ids, newest)
 
-    def newest(self, worker_idx: int) -> tuple[Slot, bytes] | None:
-        """The newest snapshot for a worker, if it is still there."""
+    def discard_newest(self, slot: Slot) -> None:
+        """A snapshot was not completed: nobody starts from it."""
+        if self._newest is not None:
+            self._newest.discard(slot)
+
+    def newest(self, worker_idx: int) -> Newest | None:
+        """The newest snapshot that was meant for a worker, if it is still there."""
         return self._newest.of(worker_idx) if self._newest is not None else None
+
+    def add_workers(self, worker_ids: Iterable[int]) -> None:
+        """There are more workers: they start from what was meant for all. The caller holds the hub's ``pushing``."""
+        if self._newest is not None:
+            self._newest.add(worker_ids)
 
     def drop_workers(self, worker_ids: Iterable[int]) -> None:
         """These workers have left for good: nothing is kept for them. The caller holds the hub's ``pushing``."""

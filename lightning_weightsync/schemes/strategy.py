@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_weightsync.errors import LayoutMismatchError
+from lightning_weightsync.schemes.options import choose
 from lightning_weightsync.schemes.renamed import Renamed
 from lightning_weightsync.schemes.writing import write
 from lightning_weightsync.transports.layout import WeightLayout, describe, digest_of
@@ -36,8 +37,7 @@ class WeightStrategy:
     """
 
     def __init__(self, extract_as: StrategyName = "tensordict") -> None:
-        if extract_as not in ("tensordict", "state_dict"):
-            raise ValueError(f"strategy={extract_as!r}: choose 'tensordict' or 'state_dict'")
+        choose("strategy", extract_as, ("tensordict", "state_dict"))
         self.extract_as = extract_as
 
     def leaves(self, source: Weights) -> dict[str, Tensor]:

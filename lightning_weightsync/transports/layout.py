@@ -10,7 +10,6 @@ Names are dotted. Leaves that share memory exactly (tied weights) are stored onc
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -123,11 +122,6 @@ class WeightLayout:
         """Every name, aliases included, and the stored leaf that holds its bytes."""
         stored = {leaf.name: leaf for leaf in self.leaves}
         return stored | {alias: stored[name] for alias, name in self.aliases.items()}
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of the layout, as hexadecimal digits: equal exactly where names, shapes, dtypes and aliases are."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def cast(self, dtype: torch.dtype) -> WeightLayout:
         """The same leaves, with floating-point ones in another dtype."""

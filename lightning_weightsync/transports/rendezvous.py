@@ -107,7 +107,12 @@ def check_host(host: str) -> None:
 
 
 def bind_listener(host: str) -> socket.socket:
-    """A listening TCP socket on ``host``, on a port that the kernel picks."""
+    """A listening TCP socket on ``host``, on a port that the kernel picks.
+
+    Raises:
+        ValueError: See ``check_host``.
+        OSError: The name does not resolve, or is no address of this machine.
+    """
     check_host(host)
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
@@ -254,7 +259,6 @@ class Rendezvous:
             client.channel.send(
                 "refused",
                 reason=f"worker_idx={index} is not expected now, but {sorted(missing - joined.keys())}",
-                deadline=time.monotonic() + 1.0,
             )
         client.channel.close()
 

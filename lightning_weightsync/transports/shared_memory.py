@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -79,7 +78,6 @@ class SharedMemoryTransport:
                 model_id=self.model_id,
                 index=slot.index,
                 nbytes=self._pool.nbytes,
-                deadline=time.monotonic() + 10.0,
                 descriptor=slot.descriptor,
             )
         return {"slot": slot.index}

@@ -87,6 +87,25 @@ def test_a_worker_that_joined_late_is_replaced_like_any_other(no_leftovers):
 
 
 @pytest.mark.slow
+def test_a_late_joiner_starts_from_what_was_meant_for_all_and_a_replacement_from_what_was_meant_for_it(no_leftovers):
+    common, own = Policy(1), Policy(2)
+    with group_of(1) as group:
+        group.update_policy_weights_(common)
+        group.resize(2)
+        group.update_policy_weights_(common)
+        group.update_policy_weights_(own, worker_ids=1)
+        group.resize(3)
+        assert group.digest() == {0: sha256(common), 1: sha256(own), 2: sha256(common)}
+        assert [stat["version"] for stat in group.stats().values()] == [1, 2, 1]
+        os.kill(group.stats()[1]["pid"], signal.SIGKILL)
+        (batch,) = take(group)
+        assert batch["policy_version"][::NUM_ENVS, 0].tolist() == [1, 2, 1]
+        assert group.digest() == {0: sha256(common), 1: sha256(own), 2: sha256(common)}
+        group.update_policy_weights_(own)
+        check(group, own, 3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "error", "text"),
     [(collectors.stumble, WorkerError, "the dice"), (collectors.leave, WorkerDied, "exit code 3")],

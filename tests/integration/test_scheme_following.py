@@ -13,7 +13,8 @@ from lightning_weightsync.schemes.gather import Gather
 from lightning_weightsync.transports import process_group
 from lightning_weightsync.transports.filling import Filling
 from tests.helpers.leaves import assert_same_bits, leaves_of, scramble
-from tests.helpers.schemes import altered, hold_gate, over_network, release_gate
+from tests.helpers.schemes import altered, hold_gate, over_network, release_gate, version
+from tests.helpers.threads import eventually
 
 
 class Mixed(nn.Module):
@@ -59,6 +60,14 @@ def halfway(monkeypatch):
 
     monkeypatch.setattr(Gather, "copy_in_order_to", copying)
     return todo.append
+
+
+def fail():
+    raise RuntimeError("the device is gone")
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 def same_everywhere(connected, source):
@@ -137,9 +146,6 @@ def test_weights_that_cannot_be_read_to_the_end_are_applied_by_nobody(connect, r
     before = leaves_of(source)
     scramble(source.state_dict().values(), 1)
 
-    def fail():
-        raise RuntimeError("the device is gone")
-
     halfway(fail)
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="the device is gone"):
@@ -164,12 +170,91 @@ def test_ctrl_c_halfway_leaves_links_that_work(connect, followed, halfway):
     connected = connect(source := Mixed(), 2, sync=False)
     scramble(source.state_dict().values(), 1)
 
-    def interrupt():
-        raise KeyboardInterrupt
-
     halfway(interrupt)
     with pytest.raises(KeyboardInterrupt):
         connected.push()
     scramble(source.state_dict().values(), 2)
     connected.push()
     same_everywhere(connected, source)
+
+
+def rejoin(connected, worker_idx, process, model):
+    joining = connected.join(worker_idx, process, model)
+    connected.scheme.connect(worker_ids=[worker_idx])
+    process.result_of(joining)
+
+
+@over_network
+def test_after_ctrl_c_halfway_a_replacement_starts_from_what_the_others_hold(connect, receivers, followed, halfway):
+    connected = connect(source := Mixed(), 2, sync=False)
+    scramble(source.state_dict().values(), 1)
+    halfway(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        connected.push()
+    pushed = leaves_of(source)
+    scramble(source.state_dict().values(), 2)
+    connected.processes[1].kill()
+    rejoin(connected, 1, receivers[2], altered(source))
+    assert connected.versions == [1, 1]
+    for index in (0, 1):
+        assert_same_bits(connected.leaves(index), pushed)
+
+
+@over_network
+def test_after_weights_that_could_not_be_read_a_replacement_starts_from_another_reading(
+    connect, receivers, followed, halfway
+):
+    connected = connect(source := Mixed(), 2, sync=False)
+    scramble(source.state_dict().values(), 1)
+    halfway(fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        connected.push()
+    rejoin(connected, 1, receivers[2], altered(source))
+    assert connected.processes[1].call(version) == connected.scheme.version == 2
+    assert_same_bits(connected.leaves(1), leaves_of(source))
+
+
+@over_network
+def test_ctrl_c_twice_halfway_leaves_nobody_waiting(connect, followed, halfway):
+    connected = connect(source := Mixed(), 2, sync=False, timeout=60)
+    scramble(source.state_dict().values(), 1)
+    halfway(interrupt)
+    halfway(interrupt)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        connected.push()
+    assert time.monotonic() - started < 2.0
+    with pytest.raises(WeightSyncError, match="could not be read: KeyboardInterrupt"):
+        connected.push()
+    assert connected.versions == [0, 0]
+
+
+@over_network
+def test_weights_that_cannot_be_read_cost_only_those_their_link_who_got_a_part(connect, followed, halfway):
+    connected = connect(source := Mixed(), 3, sync=False, timeout=60)
+    connected.processes[2].call(hold_gate)
+    scramble(source.state_dict().values(), 1)
+    first, held = connected.scheme.send_async(), leaves_of(source)
+    links = connected.scheme._hub.links
+    eventually(lambda: [links[index].version for index in (0, 1)] == [1, 1])
+    scramble(source.state_dict().values(), 2)
+    queues = [connected.scheme._hub.dispatcher._queues[id(links[index])] for index in (0, 1)]
+
+    def fail_when_two_have_a_part():
+        eventually(lambda: all(queue[0].state.value == "sent" for queue in queues))
+        fail()
+
+    halfway(fail_when_two_have_a_part)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        connected.push()
+    assert time.monotonic() - started < 0.9  # nobody looks whether these workers have died
+    causes = [link.cause for link in links.values()]
+    assert [type(cause) for cause in causes] == [WeightSyncError, WeightSyncError, type(None)]
+    assert "gone: " not in str(causes[0]) and "could not be read: the device is gone" in str(causes[0])
+    connected.processes[2].call(release_gate)
+    assert first.wait(10).value == "done"
+    assert_same_bits(connected.leaves(2), held)
+    connected.push(worker_ids=2)
+    assert connected.versions[2] == 3
+    assert_same_bits(connected.leaves(2), leaves_of(source))

@@ -70,6 +70,23 @@ def test_a_replacement_holds_the_newest_weights_within_a_second_of_its_process_b
     assert_same_bits(connected.leaves(0), leaves_of(source))
 
 
+def test_a_replacement_starts_from_what_was_pushed_last_for_its_worker_and_not_for_another(connect, receivers):
+    """Each of two workers was pushed weights of its own, one push each; the process in a worker's place is the same."""
+    connected = connect(layers(), 2, sync=False)
+    own = [leaves_of(altered(layers())), leaves_of(layers())]
+    for worker in range(2):
+        connected.push(own[worker], worker_ids=worker)
+    connected.processes[0].kill()
+    rejoin(connected, 0, receivers[2], altered(layers()))
+    assert connected.versions == [1, 2] and connected.scheme.version == 2
+    for worker in range(2):
+        assert_same_bits(connected.leaves(worker), own[worker])
+    connected.push(own[1])
+    assert connected.versions == [3, 3]
+    for worker in range(2):
+        assert_same_bits(connected.leaves(worker), own[1])
+
+
 def test_the_newest_weights_outlive_all_workers(five, connect, receivers):
     connected = connect(source := layers(), 2, sync=False)
     for value in (1.0, 2.0, 3.0):

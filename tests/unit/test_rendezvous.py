@@ -19,7 +19,7 @@ from lightning_weightsync.transports.rendezvous import Rendezvous, bind_listener
 from tests.helpers.sockets import frame, is_closed, num_descriptors
 from tests.helpers.threads import Call, soon
 
-WELCOME = {"run": 3, "version": 14, "generation": 2, "heartbeat_timeout": 30.0}
+WELCOME = {"generation": 2, "heartbeat_timeout": 30.0}
 HELLO = {"kind": "hello", "worker_idx": 0, "pid": 1}
 
 
@@ -268,7 +268,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 sender = Rendezvous()
 print(*sender.info.values(), flush=True)
 joined = sender.accept([0], time.monotonic() + 20.0, lambda missing: None)
-joined[0].channel.send("welcome", run=3, version=14, generation=2, heartbeat_timeout=30.0)
+joined[0].channel.send("welcome", generation=2, heartbeat_timeout=30.0)
 print(sorted(joined), flush=True)
 """
 
