@@ -16,7 +16,7 @@ from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.caretaker import Caretaker
 from lightning_weightsync.collectors.member import Member, WorkerState
 from lightning_weightsync.collectors.pickling import dumps
-from lightning_weightsync.collectors.roster import LOOK_AROUND_MS, Roster
+from lightning_weightsync.collectors.roster import LOOK_AROUND_MS, Roster, causes
 from lightning_weightsync.collectors.supervisor import Condition
 from lightning_weightsync.errors import WeightSyncError, WorkerDied
 from lightning_weightsync.schemes.base import WeightSyncScheme
@@ -112,16 +112,17 @@ class Fleet(Roster):
         self._order = _pickled(factory, self.schemes, self.hub.info if self.schemes else None)
         workers = dict(enumerate(self._workers))
         for index, worker in workers.items():
-            self._tell_to_build(index, worker, seeds[index])
+            self._tell_to_build(index, worker, seeds[index], deadline)
         self._await("built", workers, deadline, look_around)
         for index, worker in workers.items():
-            self._send(index, worker, "connect")
+            self._send(index, worker, "connect", deadline=deadline)
         if self.schemes:
             given = {scheme: weights[model_id] for model_id, scheme in self.schemes.items()}
             connect_workers(self.hub, given, range(self.num_workers), deadline)
         self._await("connected", workers, deadline, look_around)
         with self._mutex:
-            self.supervisor.watch(workers)
+            raise_failures(causes(workers), "connecting")
+            self.supervisor.watch(workers)  # from here on a loss is made good
             for worker in workers.values():
                 if worker.state is WorkerState.STARTING:
                     worker.state = WorkerState.CONNECTED
@@ -164,6 +165,7 @@ class Fleet(Roster):
         before = self.num_workers
         if num_workers < before:
             self._shrink(num_workers, timeout)
+            return
         try:
             self._grow(num_workers, look_around)
         except BaseException:
@@ -185,9 +187,7 @@ class Fleet(Roster):
             self.supervisor.add(new)
         self._caretaker.call()
         while not all(self.supervisor.condition(index) is Condition.UP for index in new):
-            self._check_running([])
-            with self._mutex:
-                raise_failures(self.supervisor.ended, "waiting for new workers")
+            self._raise_if_over("waiting for new workers")
             look_around()
             time.sleep(LOOK_AROUND_MS / 1000)
 
@@ -205,12 +205,16 @@ class Fleet(Roster):
             self.supervisor.remove(gone)
             for worker in leaving:
                 worker.state = WorkerState.STOPPED
-        for worker in leaving:
-            worker.process.ask_to_stop()
-        for worker in leaving:
-            worker.process.reap(max(0.0, deadline - time.monotonic()))
-        for link in links:
-            self.hub.dispatcher.give_up(link, ChannelClosed("the group has become smaller"))
+        try:
+            for worker in leaving:
+                worker.process.ask_to_stop()
+            for worker in leaving:
+                worker.process.ended(max(0.0, deadline - time.monotonic()))
+        finally:  # Ctrl-C in a notebook, say: nobody else knows them any more
+            for worker in leaving:
+                worker.process.reap(0.0)
+            for link in links:
+                self.hub.dispatcher.give_up(link, ChannelClosed("the group has become smaller"))
 
     # --- losses and replacements ---------------------------------------------------------------------------------
 
@@ -239,13 +243,10 @@ class Fleet(Roster):
         try:
             with self._mutex:
                 seed = self._new_seed(worker_idx)
-            self._tell_to_build(worker_idx, worker, seed)
+            self._tell_to_build(worker_idx, worker, seed, deadline)
             self._await("built", {worker_idx: worker}, deadline)
             with self._joining:
-                self._send(worker_idx, worker, "connect")
-                if self.schemes:
-                    reconnect_workers(self.hub, list(self.schemes.values()), [worker_idx], deadline)
-                self._await("connected", {worker_idx: worker}, deadline)
+                self._join(worker_idx, worker, deadline)
         except Exception as error:
             failed = error.failed if isinstance(error, WeightSyncError) else {}
             self._lose(worker_idx, worker, failed.get(worker_idx, error))
@@ -258,13 +259,24 @@ class Fleet(Roster):
         seconds = time.monotonic() - started
         log.info(f"worker {worker_idx} (pid {worker.process.pid}) has joined, after {seconds:.1f} s")
 
+    def _join(self, worker_idx: int, worker: Member, deadline: float) -> None:
+        """Connect a replacement that has built its collector; the caller holds ``_joining``."""
+        with self._mutex:
+            if worker.cause is not None or worker.state is WorkerState.STOPPED:
+                return  # while it waited for another one to join: there is nobody to wait for
+            self._dialling = {worker_idx: worker}
+        try:
+            self._send(worker_idx, worker, "connect", deadline=deadline)
+            if self.schemes:
+                reconnect_workers(self.hub, list(self.schemes.values()), [worker_idx], deadline)
+            self._await("connected", {worker_idx: worker}, deadline)
+        finally:
+            self._dialling = {}
+
     def _successor(self, worker_idx: int) -> Member | None:
         """A new process in the place of a lost worker, of which nothing is left then; ``None`` if nobody wants it."""
-        with self._mutex:
-            if worker_idx >= len(self._workers):
-                return None
-            current = self._workers[worker_idx]
-        if current.cause is None:
+        current = self._member(worker_idx)
+        if current is None or current.cause is None:
             return current  # the first of its index: it has just been started
         self._bury(worker_idx, current)
         with self._mutex:
@@ -285,12 +297,12 @@ class Fleet(Roster):
     def _call_caretaker(self) -> None:
         self._caretaker.call()
 
-    def _tell_to_build(self, index: int, worker: Member, seed: int) -> None:
+    def _tell_to_build(self, index: int, worker: Member, seed: int, deadline: float) -> None:
         timeouts = {"connect_timeout": float(self.hub.connect_timeout), "env_timeout": self._env_timeout}
         values = dict(self.hub.values)
         level = logging.getLogger().getEffectiveLevel()
         fields = {"worker_idx": index, "seed": seed, "values": values, "log_level": level, **timeouts}
-        self._send(index, worker, "build", self._order, **fields)
+        self._send(index, worker, "build", self._order, deadline=deadline, **fields)
 
 
 def _pickled(factory: CollectorFactory, schemes: Mapping[str, WeightSyncScheme], info: StoreInfo | None) -> bytes:

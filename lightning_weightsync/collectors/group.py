@@ -246,8 +246,12 @@ class CollectorGroup(GroupWeights):
         if self._state is GroupState.RUNNING:
             pool = self._running_pool()
             assert isinstance(pool, WorkerPool)
-            pool.resize(num_workers, timeout, self.look_around)
-        self.num_workers = num_workers
+            try:
+                pool.resize(num_workers, timeout, self.look_around)
+            finally:  # if it was interrupted, too
+                self.num_workers = pool.num_workers
+        else:
+            self.num_workers = num_workers
 
     def __enter__(self) -> CollectorGroup:
         if self._state in (GroupState.NEW, GroupState.STOPPED):

@@ -45,10 +45,10 @@ class WorkerPool(Fleet):
         """
         left = {}
         for index, cause in failed.items():
-            if index >= len(self._workers):
-                continue  # it has left
             self._look(index)
             with self._mutex:
+                if self._member(index) is None:
+                    continue  # it has left
                 if index in self.supervisor.ended:
                     left[index] = self.supervisor.ended[index]
                 elif not self.supervisor.repairs(index, cause):

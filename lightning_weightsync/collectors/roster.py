@@ -18,7 +18,7 @@ from lightning_weightsync.collectors.member import Member, WorkerState, reported
 from lightning_weightsync.collectors.supervisor import Supervisor
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerDied
 from lightning_weightsync.schemes.base import WeightSyncScheme
-from lightning_weightsync.transports.control import ChannelClosed
+from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.pushing import raise_failures
@@ -51,6 +51,7 @@ class Roster:
         )
         self.supervisor = Supervisor(max_restarts)
         self._workers: list[Member] = []
+        self._dialling: dict[int, Member] = {}  # the replacement that joins now, whoever has its index meanwhile
         # Over members, their mail, and the supervisor; nobody waits for a push or a worker while he holds it.
         self._mutex = threading.RLock()
         self._listened = 0.0
@@ -59,9 +60,10 @@ class Roster:
 
     def cause_of_death(self, worker_idx: int, wait: float) -> Exception | None:
         """See ``transports.hub.Watcher``: an error that the worker told of, or the end of its process."""
-        if worker_idx >= len(self._workers):
+        with self._mutex:
+            worker = self._dialling.get(worker_idx) or self._member(worker_idx)
+        if worker is None or worker.state is WorkerState.STOPPED:
             return WorkerDied(f"worker {worker_idx} has left: there are {len(self._workers)}")
-        worker = self._workers[worker_idx]
         self._look(worker_idx, worker, wait)
         return worker.cause
 
@@ -79,8 +81,8 @@ class Roster:
 
     def _look(self, index: int, worker: Member | None = None, wait: float = 0.0) -> None:
         """See whether a worker is lost: it told of an error, its process ended, or its link was given up."""
-        worker = worker or self._workers[index]
-        if worker.cause is not None or worker.state is WorkerState.STOPPED:
+        worker = worker or self._member(index)
+        if worker is None or worker.cause is not None or worker.state is WorkerState.STOPPED:
             return
         ended = worker.process.ended(wait)
         self._read(index, worker)
@@ -89,6 +91,11 @@ class Roster:
         link = self._broken_link(index, worker)
         if link is not None:
             self._lose(index, worker, link.cause or WorkerDied(f"worker {index}: its link is gone"))
+
+    def _member(self, index: int) -> Member | None:
+        """The process that has this index now; ``None`` if the group has become smaller than that."""
+        with self._mutex:
+            return self._workers[index] if index < len(self._workers) else None
 
     def _broken_link(self, index: int, worker: Member) -> WorkerLink | None:
         """This worker's link if it was given up; not that of the worker before."""
@@ -129,6 +136,12 @@ class Roster:
         if self.supervisor.stopped or any(worker.state is WorkerState.STOPPED for worker in workers):
             raise WeightSyncError("the workers were stopped while they were waited for")
 
+    def _raise_if_over(self, phase: str) -> None:
+        """Raise what ends every wait for a worker: that all were stopped, or that one is lost for good."""
+        self._check_running([])
+        with self._mutex:
+            raise_failures(self.supervisor.ended, phase)
+
     def _await(
         self,
         kind: str,
@@ -145,7 +158,7 @@ class Roster:
                 with self._mutex:
                     if worker.take(kind) is not None:
                         del missing[index]
-            raise_failures(_causes(workers if missing else {}), f"waiting for {kind!r}")
+            raise_failures(causes(workers), f"waiting for {kind!r}")
             if not missing:
                 return
             if time.monotonic() > deadline:
@@ -190,13 +203,26 @@ class Roster:
                 ended = worker.process.ended(0.5) or f"its job channel broke: {error}"
                 self._lose(index, worker, WorkerDied(f"worker {index} (pid {worker.process.pid}) ended: {ended}"))
 
-    def _send(self, index: int, worker: Member, kind: str, blob: bytes = b"", **fields: Any) -> None:
-        """Send a message; if the worker is gone, that is noticed and nothing is raised."""
+    def _send(
+        self, index: int, worker: Member, kind: str, blob: bytes = b"", *, deadline: float | None = None, **fields: Any
+    ) -> None:
+        """Send a message; if the worker is gone, that is noticed and nothing is raised.
+
+        Raises:
+            WeightSyncTimeout: It does not read, and the deadline (``connect_timeout`` from now, if none is given) has
+                passed.
+        """
+        started = time.monotonic()
         try:
-            worker.process.jobs.send(kind, blob, deadline=time.monotonic() + self.hub.connect_timeout, **fields)
+            worker.process.jobs.send(kind, blob, deadline=deadline or started + self.hub.connect_timeout, **fields)
         except ChannelClosed:
             self._look(index, worker, 0.5)
+        except ChannelTimeout:
+            seconds = time.monotonic() - started
+            text = f"worker {index} (pid {worker.process.pid}) has not read {kind!r} after {seconds:.1f} s"
+            raise_failures({index: WeightSyncTimeout(text)}, f"sending {kind!r}")
 
 
-def _causes(workers: Mapping[int, Member]) -> dict[int, Exception]:
+def causes(workers: Mapping[int, Member]) -> dict[int, Exception]:
+    """Why each of these that is lost is lost."""
     return {index: worker.cause for index, worker in workers.items() if worker.cause is not None}
