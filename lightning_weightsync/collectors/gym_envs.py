@@ -185,7 +185,7 @@ class SeparateEnvs:
             at.doing = "step"
             try:
                 observation, reward, ended, cut, _ = env.step(action)
-            except Exception as error:
+            except BaseException as error:
                 self._explain_step(e, action, error)
                 raise
             rewards.append(reward)
@@ -241,7 +241,7 @@ class SeparateEnvs:
         self.at.begin(self.names[e], "reset")
         try:
             return self._envs[e].reset(seed=seed)[0]
-        except Exception as error:
+        except BaseException as error:
             explain(error, f"{self.names[e]}, in reset()")
             raise
 
@@ -249,11 +249,11 @@ class SeparateEnvs:
         self.at.begin(self.names[e], "step")
         try:
             return self._envs[e].step(action)[:4]
-        except Exception as error:
+        except BaseException as error:
             self._explain_step(e, action, error)
             raise
 
-    def _explain_step(self, e: int, action: Any, error: Exception) -> None:
+    def _explain_step(self, e: int, action: Any, error: BaseException) -> None:
         fault = find_outside(self._envs[e].action_space, [[action]], self.names[e : e + 1])
         explain(error, f"{self.names[e]}, in step()" if fault is None else fault)
 
@@ -371,7 +371,7 @@ class VectorEnvs:
         self.at.begin(self._title, doing)
         try:
             return getattr(self._envs, doing)(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             explain(error, f"{self._title}, in {doing}()")
             raise
 

@@ -28,7 +28,7 @@ def stumble(*, worker_idx, seed):
 
 @pytest.mark.parametrize(
     ("factory", "end"),
-    [(partial(gym_collector, env=ParentEnv), "exit code 0"), (leave, "exit code 3"), (stumble, "exit code 1")],
+    [(partial(gym_collector, env=ParentEnv), "exit code 0"), (leave, "exit code 1"), (stumble, "exit code 1")],
     ids=["asked to stop", "SystemExit", "exception"],
 )
 def test_a_worker_that_leaves_takes_its_environments_processes_along(no_leftovers, factory, end):
