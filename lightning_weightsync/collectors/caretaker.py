@@ -31,6 +31,10 @@ class Ward(Protocol):
         """Start a worker's replacement and connect it; blocks until it has joined, or was lost too. Never raises."""
         ...
 
+    def could_not_replace(self, worker_idx: int, error: Exception) -> None:
+        """There was no thread left in which to replace a worker that was due."""
+        ...
+
 
 class Caretaker:
     """Looks ten times a second, and at once when it is called.
@@ -68,16 +72,22 @@ class Caretaker:
 
     def _look(self) -> None:
         while not self._stopping:
-            try:
-                self._ward.notice()
-            except Exception:  # without this thread, nobody would be replaced any more
-                log.exception("looking after the workers failed")
-            for worker_idx in self._ward.due():
-                self._replacing = [thread for thread in self._replacing if thread.is_alive()]
-                name = f"weight-sync-restart-{worker_idx}"
-                self._replacing.append(_started(name, partial(self._ward.replace, worker_idx)))
+            for look in (self._ward.notice, self._replace_those_due):
+                try:
+                    look()
+                except Exception:  # without this thread, nobody would be replaced any more
+                    log.exception("looking after the workers failed")
             self._called.wait(LOOK_SECONDS)
             self._called.clear()
+
+    def _replace_those_due(self) -> None:
+        self._replacing = [thread for thread in self._replacing if thread.is_alive()]
+        for worker_idx in self._ward.due():
+            name = f"weight-sync-restart-{worker_idx}"
+            try:
+                self._replacing.append(_started(name, partial(self._ward.replace, worker_idx)))
+            except RuntimeError as error:
+                self._ward.could_not_replace(worker_idx, error)
 
 
 def _started(name: str, function: Callable[[], None]) -> threading.Thread:

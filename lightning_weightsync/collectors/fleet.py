@@ -234,8 +234,8 @@ class Fleet(Roster):
         started = time.monotonic()
         try:
             worker = self._successor(worker_idx)
-        except OSError as error:  # no memory, or no process id, is left
-            self._count(worker_idx, WorkerDied(f"no process could be started for worker {worker_idx}: {error}"))
+        except Exception as error:  # no memory, or no process id, is left
+            self.could_not_replace(worker_idx, error)
             return
         if worker is None:
             return
@@ -258,6 +258,10 @@ class Fleet(Roster):
             self.supervisor.joined(worker_idx)
         seconds = time.monotonic() - started
         log.info(f"worker {worker_idx} (pid {worker.process.pid}) has joined, after {seconds:.1f} s")
+
+    def could_not_replace(self, worker_idx: int, error: Exception) -> None:
+        """See ``caretaker.Ward``: it counts as a replacement that was lost, and is tried again as such."""
+        self._count(worker_idx, WorkerDied(f"no replacement of worker {worker_idx} could be started: {error}"))
 
     def _join(self, worker_idx: int, worker: Member, deadline: float) -> None:
         """Connect a replacement that has built its collector; the caller holds ``_joining``."""

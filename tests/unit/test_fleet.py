@@ -200,6 +200,30 @@ def test_whether_a_replacement_that_dials_is_lost_is_asked_of_that_one(pool_of, 
     assert pool.stats()[0]["pid"] == processes[2].pid and pool.stats()[0]["state"] == "starting"
 
 
+def test_a_replacement_that_cannot_be_started_is_tried_again_a_while_later(pool_of, processes, monkeypatch):
+    pool, start = pool_of(1), member.start_worker
+    lose(pool, 0, processes[0])
+
+    def refuse(*_):
+        raise OSError("no process id is left")
+
+    monkeypatch.setattr(member, "start_worker", refuse)
+    pool.replace(0)
+    assert pool.due() == [] and pool.supervisor.condition(0) is Condition.DOWN
+    pool.supervisor._clock.now += 1.0
+    assert pool.due() == [0]
+    pool.could_not_replace(0, RuntimeError("can't start new thread"))
+    assert "no replacement of worker 0 could be started: can't start" in str(pool.supervisor.last_death(0))
+    monkeypatch.setattr(member, "start_worker", start)
+    pool.supervisor._clock.now += 60.0
+    assert pool.due() == [0]
+    with in_thread(pool.replace, 0):
+        assert wait_until(lambda: len(processes) == 2, 5)
+        processes[1].theirs.send("built")
+        processes[1].theirs.send("connected")
+    assert pool.supervisor.condition(0) is Condition.UP
+
+
 # --- the first connection --------------------------------------------------------------------------------------------
 
 
