@@ -27,8 +27,8 @@ class EpisodeFactory:
         collector: The group's own factory.
         episodes: Of one evaluation, over all workers; worker ``w`` of ``n`` plays ``w``, ``w + n``, ...
         num_workers: How many share them.
-        first_worker_idx: What ``collector`` is told is this and the worker's index, so that two workers of a trainer
-            have no index in common (an environment may derive a port or a folder from it).
+        first_worker_idx: What ``collector`` is told is this and the worker's index, so that no two workers of a
+            trainer are told the same (an environment may derive a port or a folder from it).
         seed: Episode ``k`` has a seed of its own, derived from this one, whoever plays it and whenever.
         deterministic: Whether the policy is to take its best action.
     """

@@ -135,21 +135,24 @@ class Fleet(Roster):
         self._caretaker.stop()
         # An interpreter that still imports hears nothing yet, and has nothing to close.
         deadline = time.monotonic() + (timeout if self._order else 0.0)
-        for worker in self._workers:
-            worker.process.ask_to_stop()
-        # Before they are waited for: a worker that is connecting waits for the sender, not for its parent.
-        for scheme in self.schemes.values():
-            scheme.shutdown()
-        self.hub.close()
-        self._caretaker.join(max(0.5, deadline - time.monotonic()))
-        for index, worker in enumerate(self._workers):
-            is_replacement = worker.state is WorkerState.STARTING and self.supervisor.condition(index) is not None
-            worker.process.ended(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
-            self._read(index, worker)  # its last log records
-            worker.process.reap(0.0)
-            worker.reader.close()
-            if worker.state is not WorkerState.FAILED:
-                worker.state = WorkerState.STOPPED
+        try:
+            for worker in self._workers:
+                worker.process.ask_to_stop()
+            # Before they are waited for: a worker that is connecting waits for the sender, not for its parent.
+            for scheme in self.schemes.values():
+                scheme.shutdown()
+            self.hub.close()
+            self._caretaker.join(max(0.5, deadline - time.monotonic()))
+            for index, worker in enumerate(self._workers):
+                is_replacement = worker.state is WorkerState.STARTING and self.supervisor.condition(index) is not None
+                worker.process.ended(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
+        finally:  # if it was interrupted, too
+            for index, worker in enumerate(self._workers):
+                self._read(index, worker)  # its last log records
+                worker.process.reap(0.0)
+                worker.reader.close()
+                if worker.state is not WorkerState.FAILED:
+                    worker.state = WorkerState.STOPPED
 
     def resize(self, num_workers: int, timeout: float, look_around: Callable[[], None]) -> None:
         """Have this many workers. Blocks until new ones have joined, or until those that are too many have ended.

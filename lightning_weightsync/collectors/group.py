@@ -20,6 +20,7 @@ from tensordict import TensorDict
 
 from lightning_weightsync.collectors.ahead import AheadPool
 from lightning_weightsync.collectors.base import CollectorFactory
+from lightning_weightsync.collectors.evaluations import Evaluations
 from lightning_weightsync.collectors.group_record import GroupState
 from lightning_weightsync.collectors.group_weights import GroupWeights
 from lightning_weightsync.collectors.inline import InlinePool
@@ -127,7 +128,7 @@ class CollectorGroup(GroupWeights):
         self.env_timeout = env_timeout
         self.threads_per_worker = threads_per_worker
         self.look_around: Callable[[], None] = _nothing
-        self._evaluations: list[Evaluation] = []
+        self.evaluations = Evaluations()
         self._memory = BatchMemory()
         self._starts = 0
 
@@ -161,8 +162,7 @@ class CollectorGroup(GroupWeights):
             self._pool = InlinePool(self.weight_sync_schemes)
         self._state = GroupState.LAUNCHED
         atexit.register(self._shutdown_at_exit)
-        for evaluation in self._evaluations:
-            evaluation.launch()
+        self.evaluations.launch()
 
     def connect(self, weights_dict: Mapping[str, Weights | PerWorker] | None = None) -> None:
         """Phase two: build the collectors and deliver the current version. Blocks until every worker has applied it.
@@ -216,18 +216,26 @@ class CollectorGroup(GroupWeights):
         if self.running and self._owner != os.getpid():  # a forked child stops nothing of its parent's
             self._pool, self._state = None, GroupState.STOPPED
             return
-        self.stop_evaluations(min(timeout, GRACE_AFTER_FAILURE))
+        try:
+            self.stop_evaluations(min(timeout, GRACE_AFTER_FAILURE))
+        finally:  # without worker processes, it is the user's close() that is called
+            self._stop_pool(deadline)
+
+    def _stop_pool(self, deadline: float) -> None:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING) and self._pool is not None:
             self._run, self._version = self.run, self.version
-            self._pool.shutdown(max(0.0, deadline - time.monotonic()))
-            self._memory.clear()
-            self._state = GroupState.STOPPED
+            try:
+                self._pool.shutdown(max(0.0, deadline - time.monotonic()))
+            finally:
+                self._memory.clear()
+                self._state = GroupState.STOPPED
 
     def resize(self, num_workers: int, timeout: float = 10.0) -> None:
         """Have this many workers from the next batch on. To be called between two batches.
 
         New workers start from what was pushed last; this blocks until they have joined, looking at stop requests, and
-        pushes of other threads go on meanwhile. Of too many, those with the highest indices are stopped: asked, then
+        pushes of other threads go on meanwhile. Workers of evaluations that have the indices of new ones are stopped:
+        the next iteration starts others. Of too many, those with the highest indices are stopped: asked, then
         killed. A batch that they have not handed over is lost.
 
         Args:
@@ -243,6 +251,7 @@ class CollectorGroup(GroupWeights):
             raise ValueError(f"resize({num_workers}) of {self.num_workers} workers: at least 1, before and after")
         if self._state is GroupState.LAUNCHED:
             raise RuntimeError("the group is launched, not connected: it is resized before or after that")
+        self.evaluations.make_way(num_workers, timeout)
         if self._state is GroupState.RUNNING:
             pool = self._running_pool()
             assert isinstance(pool, WorkerPool)
@@ -312,8 +321,9 @@ class CollectorGroup(GroupWeights):
     def evaluation(self, episodes: int = 20, deterministic: bool = True, num_workers: int | None = None) -> Evaluation:
         """A loader of whole episodes, for ``trainer.fit(module, group, val_dataloaders=group.evaluation())``.
 
-        Its workers are its own, build what the group's workers build, and start and end with them. Each iteration
-        pins the weights as they are when it begins. Batches for training are as if there were no evaluation.
+        Its workers are its own, build what the group's workers build, and start and end with them, for as long as
+        somebody keeps what is returned here. Each iteration pins the weights as they are when it begins. Batches for
+        training are as if there were no evaluation.
 
         Args:
             episodes: How many whole episodes an iteration yields, one per item; see ``Evaluation``.
@@ -332,14 +342,11 @@ class CollectorGroup(GroupWeights):
         """
         from lightning_weightsync.collectors.evaluation import Evaluation
 
-        made = Evaluation(self, episodes, deterministic, num_workers)
-        self._evaluations.append(made)
-        return made
+        return Evaluation(self, episodes, deterministic, num_workers)
 
     def stop_evaluations(self, timeout: float = 10.0) -> None:
-        """Stop the workers of all evaluations, each within ``timeout`` seconds. Idempotent."""
-        for evaluation in self._evaluations:
-            evaluation.shutdown(timeout)
+        """Stop the workers of all evaluations within ``timeout`` seconds overall. Idempotent."""
+        self.evaluations.shutdown(timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):

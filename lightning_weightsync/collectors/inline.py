@@ -165,9 +165,9 @@ class InlinePool:
 
     def shutdown(self, timeout: float) -> None:
         """Close the collector. Idempotent."""
-        if self._context is not None and self._state is not WorkerState.STOPPED:
+        state, self._state = self._state, WorkerState.STOPPED
+        if self._context is not None and state is not WorkerState.STOPPED:
             self._context.collector.close()
-        self._state = WorkerState.STOPPED
 
     def _built(self) -> WorkerContext:
         if self._context is None:

@@ -324,3 +324,20 @@ def test_an_interrupt_while_new_ones_start_leaves_the_number_as_it_was(pool_of, 
         group.resize(4)
     assert group.num_workers == group.hub.num_workers == 2 == len(group.stats())
     assert [process.reaped for process in processes] == [False, False, True, True]
+
+
+def test_an_interrupt_while_workers_end_leaves_none(pool_of, processes, monkeypatch):
+    group = CollectorGroup(Stream, 2)
+    group._pool, group._state = pool_of(2), GroupState.RUNNING
+    group._pool._order = b"they have built something"
+
+    def interrupted(wait=0.0):
+        if wait > 0.0:
+            raise KeyboardInterrupt
+        return None
+
+    monkeypatch.setattr(processes[0], "ended", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        group.shutdown(5.0)
+    assert all(process.reaped for process in processes) and not group.running
+    assert [stat["state"] for stat in group.stats().values()] == ["stopped", "stopped"]
