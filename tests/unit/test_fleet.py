@@ -329,7 +329,7 @@ def test_an_interrupt_while_new_ones_start_leaves_the_number_as_it_was(pool_of, 
 def test_an_interrupt_while_workers_end_leaves_none(pool_of, processes, monkeypatch):
     group = CollectorGroup(Stream, 2)
     group._pool, group._state = pool_of(2), GroupState.RUNNING
-    group._pool._order = b"they have built something"
+    group._owner, group._pool._order = os.getpid(), b"they have built something"
 
     def interrupted(wait=0.0):
         if wait > 0.0:
