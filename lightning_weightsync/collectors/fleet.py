@@ -68,8 +68,8 @@ class Fleet(Roster):
         try:
             for model_id, scheme in schemes.items():
                 scheme.init_on_sender(model_id, context=self)
-            for index in range(num_workers):
-                self._workers.append(Member.start(index, threads_per_worker))
+            for _ in range(num_workers):
+                self._workers.append(Member.start(threads_per_worker))
         except BaseException:
             self.shutdown(0.0)
             raise
@@ -185,8 +185,8 @@ class Fleet(Roster):
                     scheme.keep_newest(new, *newest)
             self.hub.num_workers = num_workers
         with self._mutex:
-            for index in new:
-                self._workers.append(Member.start(index, self._threads_per_worker))
+            for _ in new:
+                self._workers.append(Member.start(self._threads_per_worker))
             self.supervisor.add(new)
         self._caretaker.call()
         while not all(self.supervisor.condition(index) is Condition.UP for index in new):
@@ -289,7 +289,7 @@ class Fleet(Roster):
         with self._mutex:
             if self.supervisor.stopped or current not in self._workers:
                 return None
-            self._workers[worker_idx] = Member.start(worker_idx, self._threads_per_worker)
+            self._workers[worker_idx] = Member.start(self._threads_per_worker)
             return self._workers[worker_idx]
 
     def _bury(self, worker_idx: int, worker: Member) -> None:

@@ -61,9 +61,9 @@ class Member:
     inbox: list[Message] = field(default_factory=list)
 
     @classmethod
-    def start(cls, worker_idx: int, threads: int) -> Member:
+    def start(cls, threads: int) -> Member:
         """Start an interpreter; it imports while the caller goes on."""
-        process = start_worker(worker_idx, threads)
+        process = start_worker(threads)
         return cls(process, BatchReader(process.memory))
 
     def take(self, kind: str) -> Message | None:
