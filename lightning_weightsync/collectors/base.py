@@ -36,7 +36,8 @@ class Collector(Protocol):
         """Iterate over batches, without end where the data has none. Calling it has no side effect.
 
         A batch may live in memory that the collector reuses: it is valid until the next one is asked for, and whoever
-        keeps it copies it. Every batch has the batch size, the keys, shapes and dtypes of the first.
+        keeps it copies it. Every batch has the batch size, the keys, shapes and dtypes of the first; the batch size has
+        at least one dimension, along which the batches of several workers are put together.
         """
         ...
 

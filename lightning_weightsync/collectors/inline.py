@@ -27,6 +27,7 @@ from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.schemes.transaction import Staged, Transaction
+from lightning_weightsync.transports.hub import check_ids
 from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.slots import SlotPool
 
@@ -82,15 +83,8 @@ class InlinePool:
         self._state = WorkerState.CONNECTED
 
     def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
-        """The targeted indices: the one collector is worker 0.
-
-        Raises:
-            ValueError: Another one is named.
-        """
-        ids = [0] if worker_ids is None else [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
-        if any(index != 0 for index in ids):
-            raise ValueError(f"worker_ids={worker_ids!r}: without worker processes there is only worker 0")
-        return ids
+        """The targeted indices: the one collector is worker 0. Raises ``ValueError`` for another one."""
+        return check_ids(worker_ids, 1)
 
     def push(
         self,
@@ -101,10 +95,13 @@ class InlinePool:
         initial: bool = False,
         replaceable: bool = False,
     ) -> None:
-        """One version of these destinations, applied by the calling thread."""
+        """One version of these destinations, applied by the calling thread; where nobody is targeted, only counted."""
         deadline = time.monotonic() + timeout
         context = self._built()
         with self._pushing:
+            if not worker_ids:
+                self.version += 1
+                return
             staged = []
             for model_id, given in weights.items():
                 source, model, slots = self._models[model_id]
