@@ -16,7 +16,7 @@ from lightning_weightsync.transports.control import Message
 
 
 class WorkerState(Enum):
-    """``STARTING -> CONNECTED -> COLLECTING -> STOPPED | FAILED``."""
+    """``STARTING -> CONNECTED <-> COLLECTING``: a batch at a time. From each of them, ``-> STOPPED | FAILED``."""
 
     STARTING = "starting"
     CONNECTED = "connected"

@@ -1,8 +1,9 @@
-"""A worker's main(): build the collector, keep its models in sync, collect into the slots that the parent names.
+"""What does a worker process do? It builds the collector, keeps its models in sync, and collects as the parent asks.
 
-Started as ``python -m lightning_weightsync.collectors.worker`` with an inherited socket pair. Three threads: this one
-collects, one listens to the parent (and ends the process group when the parent is gone), one applies pushes. Neither
-``lightning`` nor ``hydra`` is imported here.
+Started as ``python -m lightning_weightsync.collectors.worker`` with an inherited socket pair. Its threads: the main one
+builds and collects; one listens to the parent, and ends the process group when the parent is gone; two serve the link,
+where there are schemes: one applies pushes, one sends heartbeats; and one watches for progress, with ``env_timeout``.
+Neither ``lightning`` nor ``hydra`` is imported here.
 """
 
 from __future__ import annotations
