@@ -1,6 +1,6 @@
 """Who looks after the workers while the trainer learns? A thread that notices losses, and one for each replacement.
 
-Nobody waits for these threads but ``stop``: a replacement imports, builds and connects while the others collect.
+Nobody waits for these threads but ``join``: a replacement imports, builds and connects while the others collect.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
-log = logging.getLogger(__name__)
+from lightning_weightsync.collectors.roster import LOOK_AROUND
 
-LOOK_SECONDS = 0.1
+log = logging.getLogger(__name__)
 
 
 class Ward(Protocol):
@@ -77,7 +77,7 @@ class Caretaker:
                     look()
                 except Exception:  # without this thread, nobody would be replaced any more
                     log.exception("looking after the workers failed")
-            self._called.wait(LOOK_SECONDS)
+            self._called.wait(LOOK_AROUND)
             self._called.clear()
 
     def _replace_those_due(self) -> None:

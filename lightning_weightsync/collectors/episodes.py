@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn.probabilistic import InteractionType, interaction_type, set_interaction_type
+from tensordict.nn.probabilistic import InteractionType, set_interaction_type
 
 from lightning_weightsync.collectors.base import Collector, CollectorFactory
 from lightning_weightsync.schemes.gate import Gate
@@ -112,8 +112,3 @@ class EpisodeCollector:
         if version is not None:
             figures["policy_version"] = torch.full((len(seeds),), version)
         return TensorDict(figures, [len(seeds)])
-
-
-def is_deterministic() -> bool:
-    """Whether a policy is asked for its best action rather than for a sample, in the calling thread's process."""
-    return interaction_type() is InteractionType.DETERMINISTIC

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 from lightning_weightsync.collectors.episodes import EpisodeFactory
 from lightning_weightsync.collectors.group import GRACE_AFTER_FAILURE, CollectorGroup
+from lightning_weightsync.errors import explain
 from lightning_weightsync.schemes.push import is_per_worker
 
 if TYPE_CHECKING:
@@ -116,8 +117,7 @@ class Evaluation:
             batch = next(iter(players))
         except BaseException as error:
             self.shutdown(GRACE_AFTER_FAILURE)
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"in an evaluation of {self.episodes} episodes, by workers of its own")
+            explain(error, f"in an evaluation of {self.episodes} episodes, by workers of its own")
             raise
         # Workers label episodes with a version of their own hub's.
         batch["policy_version"] = torch.full((self.episodes,), version)

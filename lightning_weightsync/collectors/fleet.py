@@ -16,7 +16,7 @@ from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.caretaker import Caretaker
 from lightning_weightsync.collectors.member import Member, WorkerState
 from lightning_weightsync.collectors.pickling import dumps
-from lightning_weightsync.collectors.roster import LOOK_AROUND_MS, Roster, causes
+from lightning_weightsync.collectors.roster import LOOK_AROUND, Roster, causes
 from lightning_weightsync.collectors.supervisor import Condition
 from lightning_weightsync.errors import WeightSyncError, WorkerDied
 from lightning_weightsync.schemes.base import WeightSyncScheme
@@ -192,7 +192,7 @@ class Fleet(Roster):
         while not all(self.supervisor.condition(index) is Condition.UP for index in new):
             self._raise_if_over("waiting for new workers")
             look_around()
-            time.sleep(LOOK_AROUND_MS / 1000)
+            time.sleep(LOOK_AROUND)
 
     def _shrink(self, num_workers: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -14,15 +14,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import Tensor, nn
 
-from lightning_weightsync.collectors.episodes import is_deterministic
 from lightning_weightsync.schemes.gate import Gate
 
 try:
     from gymnasium.vector import VectorEnv
 
-    from lightning_weightsync.collectors.checks import find_nan, find_outside, raise_fault
+    from lightning_weightsync.collectors.checks import check_nan, find_nan, find_outside, raise_fault
     from lightning_weightsync.collectors.columns import allocate, nested, unchecked
     from lightning_weightsync.collectors.gym_envs import Env, build_envs
     from lightning_weightsync.collectors.spaces import Arrays, Leaf
@@ -185,7 +185,7 @@ class GymCollector:
         """
         self._check_open()
         self._between_episodes = True
-        check_draws = is_deterministic()
+        check_draws = interaction_type() is InteractionType.DETERMINISTIC
 
         def choose(observation: Arrays) -> Arrays:
             nonlocal check_draws
@@ -309,9 +309,8 @@ class GymCollector:
     def _check_batch(self, rows: int) -> None:
         """Look at these rows of a whole batch before anybody sees it."""
         columns, names = self._columns, self._envs.names
-        for column in (*columns.observation, *columns.following):
-            raise_fault(find_nan("an observation", column[:, :rows], names))
-        raise_fault(find_nan("a reward", columns.reward[:, :rows], names))
+        seen = (column[:, :rows] for column in (*columns.observation, *columns.following))
+        check_nan(seen, columns.reward[:, :rows], names)
         self._check_actions([self._batch[key].cpu().numpy()[:, :rows] for key in self._action_keys])
 
     def _check_actions(self, actions: Arrays) -> None:

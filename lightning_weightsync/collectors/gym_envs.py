@@ -20,8 +20,9 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from lightning_weightsync.collectors.checks import explain, find_nan, find_outside, misfit, name_of, raise_fault
+from lightning_weightsync.collectors.checks import check_nan, find_outside, misfit, name_of
 from lightning_weightsync.collectors.spaces import Arrays, Flags, Leaf, checked, leaves_of, tree_of
+from lightning_weightsync.errors import explain
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
 Choose: TypeAlias = "Callable[[Arrays], Arrays]"
@@ -268,14 +269,14 @@ class SeparateEnvs:
 
     def _looked_at(self, e: int, observation: Any, reward: Any = 0.0) -> Any:
         """What an environment has returned while it plays an episode, where there is no batch to look at."""
+        arrays = []
         for leaf in self.observations:
             fault = misfit(leaf.space, leaf.of(observation), reward)
             if fault is not None:
                 raise ValueError(f"{self.names[e]} {fault}")
-            raise_fault(find_nan("an observation", np.asarray(leaf.of(observation))[None, None], self.names[e : e + 1]))
-        raise_fault(
-            find_nan("a reward", np.asarray(reward, np.float64).reshape(1, 1), self.names[e : e + 1])
-        )  # None is NaN
+            arrays.append(np.asarray(leaf.of(observation))[None, None])
+        number = np.asarray(reward, np.float64).reshape(1, 1)  # None is NaN
+        check_nan(arrays, number, self.names[e : e + 1])
         return observation
 
     def _each(self, actions: Arrays) -> Iterator[Any]:
@@ -353,9 +354,7 @@ class VectorEnvs:
             returns, lengths = np.zeros(len(playing)), np.zeros(len(playing), np.int64)
             while playing.any():
                 step = self.step(choose(observation))
-                for array in step.following:
-                    raise_fault(find_nan("an observation", array[:, None], self.names))
-                raise_fault(find_nan("a reward", step.reward[:, None], self.names))
+                check_nan([array[:, None] for array in step.following], step.reward[:, None], self.names)
                 returns[playing] += step.reward[playing]
                 lengths[playing] += 1
                 playing &= ~(step.terminated | step.truncated)

@@ -25,7 +25,8 @@ from lightning_weightsync.transports.pushing import raise_failures
 
 log = logging.getLogger(__name__)
 
-LOOK_AROUND_MS = 100
+LOOK_AROUND = 0.1
+"""Seconds after which whoever waits for workers looks at what else there is: stop requests, losses."""
 
 
 class Roster:
@@ -180,7 +181,7 @@ class Roster:
             descriptor = worker.process.jobs.fileno()
             if worker.cause is None and descriptor >= 0:
                 poller.register(descriptor, select.POLLIN)
-        poller.poll(LOOK_AROUND_MS)
+        poller.poll(LOOK_AROUND * 1000)
 
     def _read(self, index: int, worker: Member) -> None:
         """Take in what the worker has sent; an error it tells of, or the end of its channel, is its end."""
