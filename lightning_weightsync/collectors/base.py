@@ -1,4 +1,4 @@
-"""What a collector is: the structural protocols that a worker relies on. Users implement them and import nothing."""
+"""What is a collector? Structural protocols, which a worker relies on: users implement them and import nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from tensordict import TensorDictBase
 
 @runtime_checkable
 class Collector(Protocol):
-    """An iterable of batches that lives in a worker and is closed once.
+    """An iterable of batches that lives in a worker, and is closed once, however its work there ends.
+
+    (But for a process that is killed: because it was stuck, say, or its parent has gone.)
 
     Weights arrive by *destination*, a path that is resolved on the collector itself: a collector whose policy is to be
     kept in sync as ``"policy"`` has an attribute ``policy``.

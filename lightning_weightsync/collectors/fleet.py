@@ -1,4 +1,4 @@
-"""Which processes are the workers, from their start to their end, and when there are to be more or fewer?
+"""Which processes are a group's workers, from their start to their end?
 
 A fleet starts them, tells them what to build, connects their schemes, replaces those that were lost, and stops them.
 What they say, and which of them are lost, is in the ``roster``; when a lost one is replaced is ``supervisor``'s
@@ -285,14 +285,14 @@ class Fleet(Roster):
         current = self._member(worker_idx)
         if current is None or current.cause is None:
             return current  # the first of its index: it has just been started
-        self._bury(worker_idx, current)
+        self._end_what_is_left(worker_idx, current)
         with self._mutex:
             if self.supervisor.stopped or current not in self._workers:
                 return None
             self._workers[worker_idx] = Member.start(self._threads_per_worker)
             return self._workers[worker_idx]
 
-    def _bury(self, worker_idx: int, worker: Member) -> None:
+    def _end_what_is_left(self, worker_idx: int, worker: Member) -> None:
         """End what is left of a lost worker: its link, its process (it may be stopped), its children."""
         link = self.hub.links.get(worker_idx)
         if link is not None and link.state is LinkState.OPEN:

@@ -67,6 +67,7 @@ class CollectorGroup(GroupWeights):
         launcher: ``"local"``: child processes of this one.
 
     Raises:
+        TypeError: ``collector`` is not callable.
         ValueError: A number that makes no sense, or ``max_staleness`` with ``sync=True``.
         NotImplementedError: A mode that is not there yet.
 
@@ -171,6 +172,8 @@ class CollectorGroup(GroupWeights):
             weights_dict: Weights for each destination; modules are remembered as the sources of later pushes.
 
         Raises:
+            RuntimeError: The group is not launched, or connected already.
+            TypeError: The factory does not pickle.
             ValueError: The destinations are not those of ``weight_sync_schemes``; both lists are shown.
             WorkerError: A factory raised in a worker; carries its traceback.
             WorkerDied: A worker's process ended.
@@ -296,6 +299,8 @@ class CollectorGroup(GroupWeights):
             WorkerError: Code in a worker raised; carries its traceback.
             WorkerDied: A worker was lost, and is not replaced (any more); its part of a batch is else collected again
                 by its replacement, which is waited for.
+            WeightSyncError: The workers were stopped, by another thread, while they were waited for; or the model of a
+                replacement differs from the trainer's (``.failed`` then has its ``LayoutMismatchError``).
         """
         made = 0
         while self.batches_per_epoch is None or made < self.batches_per_epoch:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_weightsync.collectors.group_record import GroupRecord, GroupState
-from lightning_weightsync.collectors.schedule import canonical
+from lightning_weightsync.collectors.values import canonical
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.push import PerWorker

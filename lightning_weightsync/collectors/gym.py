@@ -1,8 +1,8 @@
-"""GymCollector: a policy that acts in gymnasium environments, and the batches that come of it.
+"""How do a policy and gymnasium environments make batches? A ``GymCollector`` has the one act in the others.
 
 Every row of a batch is a real transition: reset steps never appear (vector environments of gymnasium make one by
 default), and ``next`` is never taken from the episode that follows. Only this and what it imports (``gym_envs``,
-``spaces``, ``columns``, ``checks``) need gymnasium.
+``separate_envs``, ``vector_envs``, ``envs``, ``spaces``, ``columns``, ``checks``) need gymnasium.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ try:
 
     from lightning_weightsync.collectors.checks import check_nan, find_nan, find_outside, raise_fault
     from lightning_weightsync.collectors.columns import allocate, nested, unchecked
-    from lightning_weightsync.collectors.gym_envs import Env, build_envs
+    from lightning_weightsync.collectors.envs import Env
+    from lightning_weightsync.collectors.gym_envs import build_envs
     from lightning_weightsync.collectors.spaces import Arrays, Leaf
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("GymCollector needs gymnasium: pip install 'lightning_weightsync[gym]'") from error

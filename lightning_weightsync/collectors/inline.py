@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.context import WorkerContext
 from lightning_weightsync.collectors.member import Rollout, WorkerState
-from lightning_weightsync.collectors.schedule import serving
+from lightning_weightsync.collectors.values import serving
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.extra_state import unpack

@@ -1,7 +1,7 @@
-"""Who of the workers is there, what have they said, and which of them are lost?
+"""What is known of the workers that are there now?
 
-One entry per index: the process that is there now. Whoever waits for workers looks here; what becomes of a lost one is
-the ``fleet``'s business.
+One entry per index: the process that has it, its mail, and whether it is lost. Whoever waits for workers looks here;
+what becomes of a lost one is the ``fleet``'s business.
 """
 
 from __future__ import annotations

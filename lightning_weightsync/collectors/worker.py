@@ -67,7 +67,7 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
     from lightning_weightsync.collectors.context import WorkerContext
     from lightning_weightsync.collectors.logs import forward
     from lightning_weightsync.collectors.rollouts import BatchWriter
-    from lightning_weightsync.collectors.schedule import serve_process
+    from lightning_weightsync.collectors.values import serve_process
 
     forward(jobs, job["log_level"])
     phase, code = "build", 0

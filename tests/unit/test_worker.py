@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lightning_weightsync.collectors import logs, schedule, worker
+from lightning_weightsync.collectors import logs, values, worker
 from lightning_weightsync.collectors.process import JOB_MESSAGES, _environment
 from lightning_weightsync.collectors.worker import _settle_what_is_absent
 from lightning_weightsync.transports.control import ControlChannel, Message
@@ -74,7 +74,7 @@ def received(channel):
 def work(jobs, monkeypatch):
     """Has a worker's main thread build this and hear these messages; its exit code, and what it has told."""
     monkeypatch.setattr(logs, "forward", lambda *_: None)
-    monkeypatch.setattr(schedule, "_of_process", dict)
+    monkeypatch.setattr(values, "_of_process", dict)
     memory = create_memory_file("test")
 
     def run(factory, *kinds):
