@@ -124,8 +124,7 @@ class Fleet(Roster):
             raise_failures(causes(workers), "connecting")
             self.supervisor.watch(workers)  # from here on a loss is made good
             for worker in workers.values():
-                if worker.state is WorkerState.STARTING:
-                    worker.state = WorkerState.CONNECTED
+                worker.move(WorkerState.CONNECTED)
         self._caretaker.start()
 
     def shutdown(self, timeout: float) -> None:
@@ -152,7 +151,7 @@ class Fleet(Roster):
                 worker.process.reap(0.0)
                 worker.reader.close()
                 if worker.state is not WorkerState.FAILED:
-                    worker.state = WorkerState.STOPPED
+                    worker.move(WorkerState.STOPPED)
 
     def resize(self, num_workers: int, timeout: float, look_around: Callable[[], None]) -> None:
         """Have this many workers. Blocks until new ones have joined, or until those that are too many have ended.
@@ -207,7 +206,7 @@ class Fleet(Roster):
             del self._workers[num_workers:]
             self.supervisor.remove(gone)
             for worker in leaving:
-                worker.state = WorkerState.STOPPED
+                worker.move(WorkerState.STOPPED)
         try:
             for worker in leaving:
                 worker.process.ask_to_stop()
@@ -255,9 +254,8 @@ class Fleet(Roster):
             self._lose(worker_idx, worker, failed.get(worker_idx, error))
             return
         with self._mutex:
-            if worker.cause is not None or worker.state is WorkerState.STOPPED:
+            if not worker.move(WorkerState.CONNECTED):
                 return
-            worker.state = WorkerState.CONNECTED
             self.supervisor.joined(worker_idx)
         seconds = time.monotonic() - started
         log.info(f"worker {worker_idx} (pid {worker.process.pid}) has joined, after {seconds:.1f} s")

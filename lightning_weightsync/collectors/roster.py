@@ -107,9 +107,9 @@ class Roster:
     def _lose(self, index: int, worker: Member, cause: Exception) -> None:
         """A worker is lost for this cause, unless it was lost before."""
         with self._mutex:
-            if worker.cause is not None or self.supervisor.stopped:
+            if self.supervisor.stopped or not worker.move(WorkerState.FAILED):
                 return
-            worker.state, worker.cause = WorkerState.FAILED, cause
+            worker.cause = cause
             if worker in self._workers:
                 self._count(index, cause)
 

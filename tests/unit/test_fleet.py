@@ -341,3 +341,21 @@ def test_an_interrupt_while_workers_end_leaves_none(pool_of, processes, monkeypa
         group.shutdown(5.0)
     assert all(process.reaped for process in processes) and not group.running
     assert [stat["state"] for stat in group.stats().values()] == ["stopped", "stopped"]
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_has_left_is_not_lost_any_more_and_comes_back_from_nowhere(pool_of, processes):
+    pool = pool_of(3)
+    gone = pool._workers[2]
+    pool.resize(2, 0.0, lambda: None)
+    pool._lose(2, gone, WorkerDied("its link is gone"))
+    assert (gone.state, gone.cause) == (WorkerState.STOPPED, None)
+    lose(pool, 1, processes[1])
+    lost = pool._workers[1]
+    for state in (WorkerState.CONNECTED, WorkerState.COLLECTING, WorkerState.STARTING, WorkerState.FAILED):
+        assert not gone.move(state) and not lost.move(state)
+    assert lost.state is WorkerState.FAILED
+    pool.resize(1, 0.0, lambda: None)
+    assert lost.state is WorkerState.STOPPED, "what it had finished would be handed over"
