@@ -126,7 +126,7 @@ class SAC(LightningModule):
         if len(self.replay) < hp.learning_starts:
             return
         optimizer = self.optimizers()
-        for _ in range(round(batch.numel() * hp.steps_per_frame)):
+        for _ in range(max(1, round(batch.numel() * hp.steps_per_frame))):
             data = self.replay.sample(hp.minibatch_size)
             loss, error = self.loss(data)
             optimizer.zero_grad()

@@ -113,18 +113,8 @@ class LinkHub:
         return self._rendezvous.info
 
     def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
-        """The targeted indices.
-
-        Raises:
-            ValueError: An index is not in ``0 .. num_workers - 1``.
-        """
-        if worker_ids is None:
-            return list(range(self.num_workers))
-        ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
-        for index in ids:
-            if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.num_workers:
-                raise ValueError(f"worker_ids holds {index!r}; workers are numbered 0 .. {self.num_workers - 1}")
-        return list(dict.fromkeys(ids))
+        """The targeted indices; see the function of this name."""
+        return check_ids(worker_ids, self.num_workers)
 
     def check_open(self) -> None:
         """See whether this end is still there.
@@ -374,6 +364,21 @@ def _cause(link: WorkerLink, error: Exception, where: str) -> Exception:
     if isinstance(error, OSError):
         return WorkerDied(f"{link.name} is gone: {where}")
     return WeightSyncError(f"{link.name} was given up: {where}")  # for an error of the sender's own
+
+
+def check_ids(worker_ids: int | Sequence[int] | None, num_workers: int) -> list[int]:
+    """The targeted indices, each once; ``None`` means all.
+
+    Raises:
+        ValueError: An index is not in ``0 .. num_workers - 1``.
+    """
+    if worker_ids is None:
+        return list(range(num_workers))
+    ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+    for index in ids:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < num_workers:
+            raise ValueError(f"worker_ids holds {index!r}; workers are numbered 0 .. {num_workers - 1}")
+    return list(dict.fromkeys(ids))
 
 
 def _is_end(error: Exception) -> bool:

@@ -281,7 +281,7 @@ def test_nothing_that_comes_from_a_socket_is_unpickled():
                 kinds.add((path.relative_to(package).as_posix(), ast.unparse(node.func), safe))
     assert kinds == {
         ("collectors/group.py", "cloudpickle.loads", False),
-        ("collectors/schedule.py", "json.loads", False),
+        ("collectors/values.py", "json.loads", False),
         ("collectors/worker.py", "cloudpickle.loads", False),
         ("commands/plan.py", "cloudpickle.loads", False),
         ("report/events.py", "json.loads", False),

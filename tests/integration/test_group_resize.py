@@ -108,7 +108,11 @@ def test_a_late_joiner_starts_from_what_was_meant_for_all_and_a_replacement_from
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "error", "text"),
-    [(collectors.stumble, WorkerError, "the dice"), (collectors.leave, WorkerDied, "exit code 3")],
+    [
+        (collectors.stumble, WorkerError, "the dice"),
+        (collectors.leave, WorkerError, "SystemExit: 3"),
+        (collectors.vanish, WorkerDied, "exit code 9"),
+    ],
 )
 def test_a_group_that_cannot_grow_is_as_it_was(no_leftovers, fault, error, text):
     policy = Policy(1)
