@@ -72,11 +72,10 @@ def test_the_sync_table(row, groups):
     fit(module, group, callback, looks)
     assert callback.num_pushes >= 8 and group.digest() == {0: sha256(module.actor)}
 
-    stall = statistics.median(looks.stalls)
-    if waits:
-        assert stall > 0.2 * BATCH and max(looks.stalls) < 2 * BATCH, "a push waits for the end of the worker's batch"
+    if waits:  # for what is left of the worker's batch: less where the trainer itself is slow, on a busy machine
+        assert 0.2 * BATCH < max(looks.stalls) < 2 * BATCH, "a push waits for the end of the worker's batch"
     else:
-        assert stall < 0.2 * BATCH
+        assert statistics.median(looks.stalls) < 0.2 * BATCH
     assert all(looks.applied) or not at_once
 
     newest = [int(versions.max()) for versions in looks.batches]
