@@ -1,4 +1,4 @@
-"""Keep the policies of collector processes in sync with a Lightning trainer.
+"""Keep the policies of worker processes in sync with a Lightning trainer.
 
 Public names are imported when they are first used (PEP 562): a worker process imports this package too, and must not
 pay for `lightning` or `hydra`.
