@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c co
 .PHONY: help install demo test lint types unit format bench docs clean
 
 help:
-	@echo "make demo   train CartPole with two collector processes"
+	@echo "make demo   train CartPole with two workers"
 	@echo "make test   lint, types and tests"
 	@echo "make bench  measure pushes"
 	@echo "make docs   the documentation as a site, in build/site"

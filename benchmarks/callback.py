@@ -14,14 +14,12 @@ batch of one step, less that of the step.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +28,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from benchmarks.measure import Comparison
+from benchmarks.options import add_json, add_quick, at_least, fill_in, write
 from benchmarks.table import machine, table, verdict
 from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, UpdateWeights
 
@@ -208,22 +207,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(show(result)))
     report["callback"] = result.as_json()
     report["load_at_end"] = machine()["load"]
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.json, report)
     return 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.callback", description="Measure the callback.")
-    parser.add_argument("--rounds", type=int, default=60, help="turns of each callback")
-    parser.add_argument("--batches", type=int, default=20, help="in a turn")
-    parser.add_argument("--json", type=Path, default=None, help="write all samples to this file")
-    parser.add_argument("--quick", action="store_true", help="10 turns of 10 batches")
+    parser.add_argument("--rounds", type=at_least(1), help="turns of each callback (60)")
+    parser.add_argument("--batches", type=at_least(1), help="in a turn (20)")
+    add_json(parser)
+    add_quick(parser, "10 turns of 10 batches")
     options = parser.parse_args(arguments)
-    if options.quick:
-        options.rounds, options.batches = 10, 10
-    if options.rounds < 1 or options.batches < 1:
-        parser.error("--rounds, --batches: at least 1")
+    fill_in(options, quick={"rounds": 10, "batches": 10}, otherwise={"rounds": 60, "batches": 20})
     return options
 
 

@@ -16,7 +16,6 @@ stable-baselines3 needs a Python of its own, so that this project's stays as it 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.options import add_json, at_least, positive, write
 from benchmarks.table import machine, table, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -107,9 +107,9 @@ def check_peer(python: str | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sb3-python", metavar="FILE", help="a Python that has stable-baselines3")
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 1 to this")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a run is killed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs there")
+    parser.add_argument("--seeds", type=at_least(1), default=5, help="seeds 1 to this")
+    parser.add_argument("--limit", type=positive, default=600.0, help="seconds after which a run is killed")
+    add_json(parser, "all runs")
     parser.add_argument("options", nargs="*", help="of the example, after --")
     args = parser.parse_args()
     check_peer(args.sb3_python)
@@ -123,8 +123,7 @@ def main() -> None:
             runs.append(run(name, command, seed, args.limit))
             print(runs[-1], file=sys.stderr, flush=True)
     report(runs)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": machine(), "runs": [asdict(r) for r in runs]}, indent=1))
+    write(args.json, {"machine": machine(), "runs": [asdict(r) for r in runs]})
 
 
 def report(runs: Sequence[Run]) -> None:

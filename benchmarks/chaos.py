@@ -20,7 +20,6 @@ to whom, and in which order; what it interrupts is up to the machine.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -33,145 +32,38 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
 
+from benchmarks.faults import FAULTS, End, Fault, Worker
+from benchmarks.holdings import Holdings
 from benchmarks.models import KINDS, change, checksum, leaves
+from benchmarks.options import add_json, at_least, positive, write
 from benchmarks.receivers import Receivers
 from benchmarks.table import machine, table
-from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerDied
+from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.distributed import DistributedWeightSyncScheme
 
 Transport = Literal["shared_memory", "network"]
 
 SLACK = 0.25
 """Seconds that a push may end after its deadline: a loaded machine wakes nobody at once."""
-ROOM = 8 << 20
-"""Bytes by which the sender's memory may differ between two looks."""
+ROOM = 8.0
+"""MiB by which the sender's memory may differ between two looks."""
 _CONNECT_SECONDS = 60.0
-_LONG = 3600.0
 
 
-@dataclass
-class End:
-    """The receiver's side of a worker that can be made slow: by SIGUSR1 a little, by SIGUSR2 too much."""
+class Footprint(NamedTuple):
+    """What the sender's process holds, and how many slots: those are made when they are needed, up to ``max_slots``."""
 
-    scheme: DistributedWeightSyncScheme
-    index: int
-
-    def serve(self, model: nn.Module) -> None:
-        """Connect, and take pushes in a thread; this one sits in the gate when it is told to."""
-        signal.signal(signal.SIGUSR1, self._hold(0.25))
-        signal.signal(signal.SIGUSR2, self._hold(1.25))
-        self.scheme.init_on_receiver("policy", model=model, worker_idx=self.index)
-        self.scheme.connect()
-        while True:
-            time.sleep(_LONG)
-
-    def _hold(self, share: float) -> Callable[[int, FrameType | None], None]:
-        def hold(number: int, frame: FrameType | None) -> None:
-            with self.scheme.gate:
-                time.sleep(share * self.scheme.timeout)
-
-        return hold
-
-
-@dataclass
-class Worker:
-    """A worker's process.
-
-    Attributes:
-        index: As the scheme knows it.
-        process: One receiver.
-        version: What it has acknowledged last.
-        may_be_ahead: Whether it may have applied one version more, and was stopped before it could say so.
-    """
-
-    index: int
-    process: Receivers
-    version: int = 0
-    may_be_ahead: bool = True
-
-    @property
-    def pid(self) -> int:
-        return self.process.pids[0]
-
-    def holds(self) -> int:
-        """Checksum of its weights."""
-        return self.process.ask("checksum")[0]
-
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def is_stopped(self) -> bool:
-        """Whether no thread of it runs any more."""
-        stats = [path.read_text(encoding="utf-8") for path in Path(f"/proc/{self.pid}/task").glob("*/stat")]
-        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-    def close(self) -> None:
-        """Whatever state it is in."""
-        with suppress(ProcessLookupError, IndexError):
-            self.signal(signal.SIGKILL)
-        self.process.close()
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that happens to a worker.
-
-    Attributes:
-        name: In the table.
-        signals: Sent one after the other, with ``pause`` times ``heartbeat_timeout`` between them.
-        errors: What a push may fail with because of it.
-        ends: Whether the worker has to be replaced.
-    """
-
-    name: str
-    signals: tuple[int, ...]
-    errors: tuple[type[Exception], ...] = ()
-    ends: bool = False
-    pause: float = 0.4
-
-
-FAULTS = (
-    Fault("killed", (signal.SIGKILL,), (WorkerDied,), ends=True),
-    Fault("stopped", (signal.SIGSTOP,), (WeightSyncTimeout, WorkerDied), ends=True),
-    Fault("paused", (signal.SIGSTOP, signal.SIGCONT)),
-    Fault("slow", (signal.SIGUSR1,)),
-    Fault("stuck", (signal.SIGUSR2,), (WeightSyncTimeout,)),
-)
-
-
-@dataclass
-class Footprint:
-    """What the sender's process has in use: bytes, descriptors (but those of slots), threads (native ones too), slots.
-
-    Slots are made when they are needed, up to ``max_slots``.
-    """
-
-    resident: int
-    private: int
-    descriptors: int
-    threads: int
+    process: Holdings
     slots: int
 
     @staticmethod
     def now(scheme: DistributedWeightSyncScheme) -> Footprint:
         """Of this process."""
-        pool = scheme._pool
-        slots = 0 if pool is None else len(pool)
-        private, resident = 0, 0
-        for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]:
-            name, size, *_ = line.split()
-            private += 1024 * int(size) if name.startswith("Private_") else 0
-            resident += 1024 * int(size) if name == "Rss:" else 0
-        of_slots = 2 * slots if pool is not None and pool.shared else 0  # the file, and its mapping's own
-        descriptors = len(os.listdir("/proc/self/fd")) - of_slots
-        return Footprint(resident, private, descriptors, len(os.listdir("/proc/self/task")), slots)
+        return Footprint(Holdings.of(os.getpid()), 0 if scheme._pool is None else len(scheme._pool))
 
 
 @dataclass
@@ -194,8 +86,8 @@ class Outcome:
         """Everything; of the durations their median and the longest."""
         return {
             **vars(self),
-            "before": self.before and asdict(self.before),
-            "after": self.after and asdict(self.after),
+            "before": self.before and asdict(self.before.process) | {"slots": self.before.slots},
+            "after": self.after and asdict(self.after.process) | {"slots": self.after.slots},
             "milliseconds": {"median": statistics.median(self.milliseconds), "slowest": max(self.milliseconds)},
         }
 
@@ -413,16 +305,16 @@ class Chaos:
             self.outcome.before = Footprint.now(self._scheme)
 
     def _judge_footprint(self) -> None:
-        before, after = self.outcome.before, self.outcome.after
-        if before is None or after is None:
+        if self.outcome.before is None or self.outcome.after is None:
             return
+        before, after = self.outcome.before.process, self.outcome.after.process
         for name in ("descriptors", "threads"):
             if getattr(after, name) > getattr(before, name):
                 self._complain(f"the sender's {name} grew from {getattr(before, name)} to {getattr(after, name)}")
         for name in ("resident", "private"):
             grown = getattr(after, name) - getattr(before, name)
             if grown > ROOM:
-                self._complain(f"the sender's {name} memory grew by {grown / 2**20:.1f} MiB")
+                self._complain(f"the sender's {name} memory grew by {grown:.1f} MiB")
 
     def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
         def guarded() -> None:
@@ -456,11 +348,11 @@ def show(outcomes: Sequence[Outcome], timeout: float) -> None:
     row("push, median ms", lambda o: statistics.median(o.milliseconds))
     row(f"push, slowest ms (deadline {1e3 * timeout:.0f})", lambda o: max(o.milliseconds))
     row("replacement connected and served, median ms", lambda o: statistics.median(o.rejoin_ms) if o.rejoin_ms else "-")
-    row("sender's resident memory, MiB, early and late", lambda o: _pair(o, lambda f: f"{f.resident / 2**20:.0f}"))
-    row("... of it private", lambda o: _pair(o, lambda f: f"{f.private / 2**20:.0f}"))
-    row("sender's descriptors, but for slots", lambda o: _pair(o, lambda f: str(f.descriptors)))
+    row("sender's resident memory, MiB, early and late", lambda o: _pair(o, lambda f: f"{f.process.resident:.0f}"))
+    row("... of it private", lambda o: _pair(o, lambda f: f"{f.process.private:.0f}"))
+    row("sender's descriptors, but for slots", lambda o: _pair(o, lambda f: str(f.process.descriptors)))
     row("slots", lambda o: _pair(o, lambda f: str(f.slots)))
-    row("sender's threads", lambda o: _pair(o, lambda f: str(f.threads)))
+    row("sender's threads", lambda o: _pair(o, lambda f: str(f.process.threads)))
     row("complaints", lambda o: len(o.wrong))
     print(table(headers, rows))
     for outcome in outcomes:
@@ -475,15 +367,15 @@ def _pair(outcome: Outcome, shown: Callable[[Footprint], str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if nobody had reason to complain."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pushes", type=int, default=1000)
-    parser.add_argument("--every", type=int, default=20, help="pushes per fault (at least 2)")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--pushes", type=at_least(1), default=1000)
+    parser.add_argument("--every", type=at_least(2), default=20, help="pushes per fault (at least 2)")
+    parser.add_argument("--workers", type=at_least(1), default=4)
     parser.add_argument("--kind", choices=sorted(KINDS), default="mlp")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=2.0, help="of a push, in seconds")
-    parser.add_argument("--heartbeat", type=float, default=1.0, help="heartbeat_timeout, in seconds")
+    parser.add_argument("--timeout", type=positive, default=2.0, help="of a push, in seconds")
+    parser.add_argument("--heartbeat", type=positive, default=1.0, help="heartbeat_timeout, in seconds")
     parser.add_argument("--transports", nargs="+", choices=["shared_memory", "network"], default=None)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_json(parser, "what was seen")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     outcomes = []
@@ -491,9 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chaos = Chaos(transport, options.kind, options.workers, options.seed, options.timeout, options.heartbeat)
         outcomes.append(chaos.run(options.pushes, options.every))
     show(outcomes, options.timeout)
-    if options.json is not None:
-        report = {"machine": machine(), "seed": options.seed, "outcomes": [outcome.as_json() for outcome in outcomes]}
-        options.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    report = {"machine": machine(), "seed": options.seed, "outcomes": [outcome.as_json() for outcome in outcomes]}
+    write(options.json, report)
     return 1 if any(outcome.wrong for outcome in outcomes) else 0
 
 

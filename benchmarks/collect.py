@@ -33,7 +33,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ import torch
 from benchmarks.acting import CARTPOLE, NUM_ENVS, PIXELS, Task, sample, sample_by_distribution
 from benchmarks.collecting import Bare, Engine, Ours, Peer, own_vector_env, wrapped_vector_env
 from benchmarks.measure import Comparison, interleave
+from benchmarks.options import add_json, add_quick, at_least, fill_in, positive
 from benchmarks.receivers import settle
 from benchmarks.table import machine, table, verdict
 from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, GymCollector
@@ -241,15 +241,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collect", description="Measure collectors.")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="of frames per second")
-    parser.add_argument("--rounds", type=int, default=None, help="turns of each engine (7)")
-    parser.add_argument("--seconds", type=float, default=None, help="length of a turn (2)")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=None, help="write all samples to this file")
-    parser.add_argument("--quick", action="store_true", help="2 turns of half a second")
+    parser.add_argument("--rounds", type=at_least(1), help="turns of each engine (7)")
+    parser.add_argument("--seconds", type=positive, help="length of a turn (2)")
+    parser.add_argument("--workers", type=at_least(1), default=2)
+    add_json(parser)
+    add_quick(parser, "2 turns of half a second")
     options = parser.parse_args(arguments)
-    options.rounds = options.rounds or (2 if options.quick else 7)
-    options.seconds = options.seconds or (0.5 if options.quick else 2.0)
-    if options.workers < 1 or CARTPOLE.frames % (options.workers * NUM_ENVS):
+    fill_in(options, quick={"rounds": 2, "seconds": 0.5}, otherwise={"rounds": 7, "seconds": 2.0})
+    if CARTPOLE.frames % (options.workers * NUM_ENVS):
         parser.error(f"--workers: {CARTPOLE.frames} frames are to be shared by them")
     return options
 

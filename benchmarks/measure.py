@@ -7,13 +7,13 @@ run only.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.engines import Sample
 from benchmarks.receivers import settle
+from benchmarks.table import progress
 
 WARM_UP = 3
 """Rounds that are not counted: slots, buffers and connections are touched for the first time."""
@@ -86,18 +86,12 @@ def interleave(
         warm_up: How many rounds are not counted.
     """
     for turn in range(-warm_up, pairs):
-        _progress(f"{comparison.what}, {comparison.kind}: {max(0, turn)} of {pairs}")
+        progress(f"{comparison.what}, {comparison.kind}: {max(0, turn)} of {pairs}")
         for position in range(len(actions)):
             settle(pids)
             sample = actions[(turn + position) % len(actions)]()
             if turn >= 0:
                 for name, value in sample.items():
                     comparison.samples.setdefault(name, []).append(value)
-    _progress("")
+    progress("")
     return comparison
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()

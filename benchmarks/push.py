@@ -19,7 +19,6 @@ milliseconds, until all receivers have acknowledged unless the column says other
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -33,6 +32,7 @@ import torch
 from benchmarks.engines import BareTcp, Engine, Ours, Peer, ReceiverMode, Sample, Source, verify
 from benchmarks.measure import Comparison, interleave
 from benchmarks.models import KINDS
+from benchmarks.options import add_json, add_quick, at_least, fill_in, write
 from benchmarks.receivers import settle
 from benchmarks.table import machine, table, verdict
 from lightning_weightsync.errors import WeightSyncError
@@ -227,18 +227,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"\nlarge, private memory of each receiver for its weights, in % of the model: {verdict(max(shares), 5.0)}"
         )
     report["load_at_end"] = machine()["load"]
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.json, report)
     return 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.push", description="Measure pushes of weights.")
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS), help="models to push")
-    parser.add_argument("--workers", nargs="+", type=int, default=None, help="numbers of receivers (1 2 4 8)")
-    parser.add_argument("--pairs", type=int, default=None, help="samples of each action (30)")
-    parser.add_argument("--json", type=Path, default=None, help="write all samples to this file")
+    parser.add_argument("--workers", nargs="+", type=at_least(1), help="numbers of receivers (1 2 4 8)")
+    parser.add_argument("--pairs", type=at_least(1), help="samples of each action (30)")
+    add_json(parser)
     parser.add_argument(
         "--receivers",
         choices=["background", "receive"],
@@ -246,12 +244,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="who applies pushes in a receiver: the scheme's thread, as in a CollectorGroup (and in TorchRL's scheme), "
         "or its main loop calling receive(), which also copies the weights for the caller after it has acknowledged",
     )
-    parser.add_argument("--quick", action="store_true", help="3 samples, 1 and 2 workers, bare groups of 4 and 8")
+    add_quick(parser, "3 samples, 1 and 2 workers, bare groups of 4 and 8")
     options = parser.parse_args(arguments)
-    options.pairs = options.pairs or (3 if options.quick else 30)
-    options.workers = sorted(set(options.workers or ([1, 2] if options.quick else [1, 2, 4, 8])))
-    if min(options.workers) < 1 or options.pairs < 1:
-        parser.error("--workers and --pairs: at least 1")
+    fill_in(options, quick={"pairs": 3, "workers": [1, 2]}, otherwise={"pairs": 30, "workers": [1, 2, 4, 8]})
+    options.workers = sorted(set(options.workers))
     return options
 
 

@@ -8,7 +8,6 @@ alone.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -27,10 +26,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from benchmarks.holdings import memory
 from benchmarks.models import KINDS, checksum, leaves
+from benchmarks.parent import end_with_parent
 
 _PRELOADED = ["tensordict", "lightning_weightsync.schemes.distributed", "benchmarks.receivers"]
-_PR_SET_PDEATHSIG = 1
 _SECONDS_TO_END = 10.0
 _SECONDS_TO_ANSWER = 120.0
 
@@ -144,7 +144,7 @@ def _receiver(pipe: Connection, kind: str, end: ReceivingEnd) -> None:
     """The receiver's main thread serves; a second one answers questions, and ends the process with the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # the pipe's end does not wake a stopped process, SIGKILL does
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         _let_fork_server_end()
     torch.set_num_threads(1)
     before = _private_bytes()
@@ -187,7 +187,7 @@ def _private_bytes_with_all_read(model: nn.Module) -> int:
 
 def _private_bytes() -> int:
     """Memory of this process that no other shares; 0 where the kernel does not say."""
-    with contextlib.suppress(OSError):
-        rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith("Private_"))
-    return 0
+    try:
+        return memory(os.getpid())[1]
+    except OSError:
+        return 0

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -35,7 +32,9 @@ from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from benchmarks.table import machine, table
+from benchmarks.holdings import Holdings
+from benchmarks.options import add_json, at_least, write
+from benchmarks.table import machine, progress, table
 from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, GymCollector, UpdateWeights, values
 
 LOOKS = 40
@@ -79,30 +78,6 @@ class Actor(nn.Module):
         return {"calls": torch.tensor(taken)}
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What one process holds: resident MiB, memory files, other file descriptors, threads."""
-
-    memory: float
-    memory_files: int
-    descriptors: int
-    threads: int
-
-    @classmethod
-    def of(cls, pid: int) -> Holdings:
-        """Of a process, as ``/proc`` tells."""
-        place = Path(f"/proc/{pid}")
-        pages = int((place / "statm").read_text().split()[1])
-        files = [_target(descriptor) for descriptor in (place / "fd").iterdir()]
-        memory_files = sum(file.startswith("/memfd:lightning_weightsync") for file in files)
-        return cls(
-            pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-            memory_files,
-            len(files) - memory_files,
-            len(os.listdir(place / "task")),
-        )
-
-
 Look: TypeAlias = Mapping[str, Holdings]
 """Of each process, by name."""
 
@@ -114,7 +89,8 @@ def growth(looks: Sequence[Look]) -> dict[str, tuple[Holdings, Holdings]]:
     for name in looks[0]:
         before, after = (
             Holdings(
-                statistics.median(look[name].memory for look in part),
+                statistics.median(look[name].resident for look in part),
+                statistics.median(look[name].private for look in part),
                 max(look[name].memory_files for look in part),
                 statistics.median_low([look[name].descriptors for look in part]),
                 statistics.median_low([look[name].threads for look in part]),
@@ -132,7 +108,7 @@ def has_grown(before: Holdings, after: Holdings, workers: int) -> bool:
     twice, because Python's ``mmap`` keeps a descriptor of its own.
     """
     return (
-        after.memory - before.memory > MEMORY_LIMIT
+        after.resident - before.resident > MEMORY_LIMIT
         or after.memory_files > 2 * (3 * workers + 2)
         or after.descriptors > before.descriptors
         or after.threads > before.threads
@@ -171,7 +147,7 @@ class Soak:
         if count * LOOKS // self.batches > len(self.looks):
             pids = {"trainer": os.getpid()} | {f"worker {i}": s["pid"] for i, s in self.group.stats().items()}
             self.looks.append({name: Holdings.of(pid) for name, pid in pids.items()})
-            _progress(f"{count} of {self.batches}")
+            progress(f"{count} of {self.batches}")
 
 
 class Learner(pl.LightningModule):
@@ -251,15 +227,13 @@ def soak_in(mode: str, batches: int, workers: int) -> tuple[list[Look], dict[str
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all modes; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=10_000)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--batches", type=at_least(LOOKS), default=10_000)
+    parser.add_argument("--workers", type=at_least(1), default=2)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--json", type=Path, help="where to write what was seen")
+    add_json(parser, "what was seen")
     args = parser.parse_args(arguments)
     if sys.platform != "linux":
         parser.error("it is looked at /proc, which only Linux has")
-    if args.batches < LOOKS:
-        parser.error(f"--batches {args.batches}: at least {LOOKS}")
     rows, seen, grown = [], {}, []
     for mode in args.modes:
         gc.collect()  # what is left of the group before is in cycles
@@ -268,31 +242,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bad = has_grown(before, after, args.workers)
             grown += [f"{mode}: {name}"] * bad
             rows.append([f"{mode}: {name}", *_columns(before, after), "GROWN" if bad else "no"])
-    _progress("")
+    progress("")
     print(f"{machine()}\n{args.batches} batches, {args.workers} workers\n")
     columns = ["MiB before", "after", "memory files", "after", "descriptors", "after", "threads", "after", "grown"]
     print(table(["", *columns], rows))
     print("\n" + "; ".join(f"{mode}: {run['seconds']} s, {run['versions']} versions" for mode, run in seen.items()))
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": machine(), "grown": grown, "modes": seen}, indent=1))
+    write(args.json, {"machine": machine(), "grown": grown, "modes": seen})
     return 1 if grown else 0
 
 
 def _columns(before: Holdings, after: Holdings) -> list[object]:
-    return [value for pair in zip(astuple(before), astuple(after), strict=True) for value in pair]
-
-
-def _target(descriptor: Path) -> str:
-    try:
-        return os.readlink(descriptor)
-    except FileNotFoundError:  # that of looking
-        return ""
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
+    names = ("resident", "memory_files", "descriptors", "threads")
+    return [getattr(holdings, name) for name in names for holdings in (before, after)]
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from benchmarks.options import at_least, not_negative
 from benchmarks.table import machine, table, verdict
 from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, GymCollector
 
@@ -82,26 +83,30 @@ class Run:
             self.group.send_async({"policy": self.policy})
         self.seconds += time.monotonic() - started
 
+    @property
+    def rate(self) -> float:
+        """Frames per second that were trained on."""
+        return len(self.ages) * FRAMES / self.seconds
+
+    @property
+    def oldest(self) -> int:
+        """Versions by which the oldest sample was behind."""
+        return int(torch.stack(self.ages).max())
+
     def row(self, name: str) -> list[object]:
         """Of the table."""
-        ages, stats = torch.stack(self.ages), self.group.stats()
-        return [
-            name,
-            len(self.ages) * FRAMES / self.seconds,
-            float(ages.float().mean()),
-            int(ages.max()),
-            sum(stat["dropped"] for stat in stats.values()),
-            self.slow,
-        ]
+        age = float(torch.stack(self.ages).float().mean())
+        dropped = sum(stat["dropped"] for stat in self.group.stats().values())
+        return [name, self.rate, age, self.oldest, dropped, self.slow]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=500)
-    parser.add_argument("--bound", type=int, default=2)
-    parser.add_argument("--train-ms", type=float, default=200.0)
-    parser.add_argument("--slow-ms", type=float, default=1000.0)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--batches", type=at_least(1), default=500)
+    parser.add_argument("--bound", type=at_least(0), default=2)
+    parser.add_argument("--train-ms", type=not_negative, default=200.0)
+    parser.add_argument("--slow-ms", type=not_negative, default=1000.0)
+    parser.add_argument("--workers", type=at_least(1), default=2)
     args = parser.parse_args()
     runs = [Run(bound, args.workers, args.slow_ms / 1e3) for bound in (None, args.bound)]
     try:
@@ -114,8 +119,9 @@ def main() -> None:
             run.group.shutdown()
     print(f"{machine()}\n{args}\n")
     print(table(["", "frames/s trained on", "mean age", "max age", "dropped", "of the slow worker"], rows))
-    print(f"\nframes/s against unbounded: {verdict(float(rows[1][1]) / float(rows[0][1]), 0.9, at_least=True)}")
-    print(f"oldest sample: {verdict(float(rows[1][3]), args.bound)}")
+    unbounded, bounded = runs
+    print(f"\nframes/s against unbounded: {verdict(bounded.rate / unbounded.rate, 0.9, at_least=True)}")
+    print(f"oldest sample: {verdict(float(bounded.oldest), args.bound)}")
 
 
 if __name__ == "__main__":

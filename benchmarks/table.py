@@ -1,9 +1,10 @@
-"""How are the figures shown? As Markdown tables that can be read on a terminal too, and one line on the machine."""
+"""How are figures shown? As Markdown tables that can be read on a terminal too; progress and machine in a line each."""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -41,6 +42,13 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "tensordict", "torchrl")},
     }
+
+
+def progress(text: str) -> None:
+    """A line that the next one replaces, where somebody looks."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
 
 
 def _version(name: str) -> str:

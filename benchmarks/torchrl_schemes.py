@@ -20,21 +20,16 @@ At the end every worker's weights are compared with the source's.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
-import json
-import os
-import platform
-import statistics
-import time
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torchrl
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -43,6 +38,11 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase
 from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
+from benchmarks.engines import Sample, milliseconds
+from benchmarks.measure import Comparison, interleave
+from benchmarks.models import KINDS, change, checksum, leaves, size
+from benchmarks.options import add_json, at_least, write
+from benchmarks.table import machine, table
 from lightning_weightsync.integrations.torchrl import TorchRLWeightSyncScheme
 
 SCHEMES: dict[str, Callable[[], Any]] = {
@@ -51,12 +51,14 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     "MultiProcess": lambda: MultiProcessWeightSyncScheme(sync=True),
 }
 SOURCES = ("own", "other")
+TITLES = {"mlp": "18 KB MLP", "many": "1,000 tensors of 2 KB", "large": "340 MB encoder"}
 MAX_RATIO_SHARED_MEMORY = 1.1
 MIN_RATIO_MULTI_PROCESS = 2.0
 FRAMES_PER_WORKER = 2
+WARM_UP = 5
 
 
-class Still(EnvBase):
+class Still(EnvBase):  # type: ignore[misc]
     """An environment that costs nothing."""
 
     def __init__(self) -> None:
@@ -83,224 +85,190 @@ class Still(EnvBase):
         pass
 
 
-class Mlp(nn.Module):
-    """18 KB in 6 tensors."""
+def _act_small(model: nn.Module, observation: Tensor) -> Any:
+    return model(observation)[..., :1]
 
-    def __init__(self) -> None:
+
+def _act_many(model: nn.Module, observation: Tensor) -> Any:
+    return torch.stack([leaf.sum() for leaf in model.parameters()]).mean().expand(*observation.shape[:-1], 1)
+
+
+def _act_large(model: nn.Module, observation: Tensor) -> Any:
+    tokens = observation.reshape(-1, 1, 4).repeat(1, 1, 192)
+    return model(tokens)[:, 0, :1].reshape(*observation.shape[:-1], 1)
+
+
+ACTS: dict[str, Callable[[nn.Module, Tensor], Any]] = {"mlp": _act_small, "many": _act_many, "large": _act_large}
+"""How a model of each kind makes an action, ``[*, 1]``, of an observation, ``[*, 4]``: every leaf is read."""
+
+
+class Actor(nn.Module):
+    """A model of a kind that is pushed, as a policy that can tell what weights it holds."""
+
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.model = KINDS[kind].build().eval().requires_grad_(False)
+        self.act = ACTS[kind]
 
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.net(observation)
+    def forward(self, observation: Tensor) -> Any:
+        return self.act(self.model, observation)
 
-
-class Many(nn.Module):
-    """2 MB in 1,000 tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(torch.randn(512) for _ in range(1000))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return torch.stack([part.sum() for part in self.parts]).mean().expand(*observation.shape[:-1], 1)
-
-
-class Large(nn.Module):
-    """340 MB in 144 tensors: a transformer encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(768, 12, 3072, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
-
-    def forward(self, observation: Tensor) -> Tensor:
-        tokens = observation.reshape(-1, 1, 4).repeat(1, 1, 192)
-        return self.encoder(tokens)[:, 0, :1].reshape(*observation.shape[:-1], 1)
-
-
-class Policy(TensorDictModule):
-    """A model as a policy that can tell what weights it holds."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, in_keys=["observation"], out_keys=["action"])
-
-    def fingerprint(self) -> list[float]:
-        return [float(p.detach().double().sum()) for p in self.parameters()]
-
-
-MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
-    "mlp": ("18 KB MLP", Mlp),
-    "many": ("1,000 tensors of 2 KB", Many),
-    "large": ("340 MB encoder", Large),
-}
-
-
-@dataclass
-class Row:
-    """One scheme with one model, number of workers and source; milliseconds."""
-
-    model: str
-    workers: int
-    source: str
-    scheme: str
-    update_ms: float
-    update_ms_p90: float
-    next_batch_ms: float
-    rounds: int
-    equal: bool
-    ratio_to_ours: float = 1.0
+    def checksum(self) -> int:
+        return checksum(leaves(self.model))
 
 
 class Side:
     """One collector with its scheme, its own policy, and another one to push."""
 
-    def __init__(self, scheme: str, model: nn.Module, workers: int) -> None:
+    def __init__(self, scheme: str, kind: str, workers: int) -> None:
         self.scheme = scheme
-        own, other = (Policy(copy.deepcopy(model)).requires_grad_(False) for _ in SOURCES)
-        self.policies = dict(zip(SOURCES, (own, other), strict=True))
-        self.collector = MultiSyncCollector(
+        own, other = (TensorDictModule(Actor(kind), in_keys=["observation"], out_keys=["action"]) for _ in SOURCES)
+        self._policies = dict(zip(SOURCES, (own, other), strict=True))
+        self._collector = MultiSyncCollector(
             [Still] * workers,
             own,
             frames_per_batch=FRAMES_PER_WORKER * workers,
             total_frames=-1,
             weight_sync_schemes={"policy": SCHEMES[scheme]()},
         )
-        self._batches: Iterator[TensorDictBase] = iter(self.collector)
-        self.update_ms: dict[str, list[float]] = {source: [] for source in SOURCES}
-        self.batch_ms: dict[str, list[float]] = {source: [] for source in SOURCES}
-        self.equal = True
+        self._batches: Iterator[TensorDictBase] = iter(self._collector)
 
-    def update(self, source: str) -> None:
-        policy = self.policies[source]
-        torch._foreach_mul_(list(policy.parameters()), 1.001)
-        given = () if source == "own" else (policy,)
-        started = time.perf_counter()
-        self.collector.update_policy_weights_(*given)
-        updated = time.perf_counter()
-        next(self._batches)
-        self.update_ms[source].append(1e3 * (updated - started))
-        self.batch_ms[source].append(1e3 * (time.perf_counter() - updated))
+    def update(self, source: str) -> Sample:
+        """Change a source's weights and push them, and take the first batch after that."""
+        change(self._policies[source])
+        given = () if source == "own" else (self._policies[source],)
+        updating = milliseconds(lambda: self._collector.update_policy_weights_(*given))
+        collecting = milliseconds(lambda: next(self._batches))
+        return {name(self.scheme, source): updating, next_batch(self.scheme, source): collecting}
 
-    def compare(self, source: str) -> None:
-        """Whether every worker's weights are those that were pushed last."""
-        expected = self.policies[source].fingerprint()
-        self.equal &= all(told == expected for told in self.collector.map_fn("policy.fingerprint"))
+    def holds(self, source: str) -> bool:
+        """Whether every worker's weights are those of a source."""
+        expected = self._policies[source].module.checksum()
+        return all(told == expected for told in self._collector.map_fn("policy.module.checksum"))
 
-    def row(self, model: str, workers: int, source: str, warm_up: int) -> Row:
-        ordered = sorted(self.update_ms[source][warm_up:])
-        return Row(
-            model=model,
-            workers=workers,
-            source=source,
-            scheme=self.scheme,
-            update_ms=statistics.median(ordered),
-            update_ms_p90=ordered[int(0.9 * (len(ordered) - 1))],
-            next_batch_ms=statistics.median(self.batch_ms[source][warm_up:]),
-            rounds=len(ordered),
-            equal=self.equal,
-        )
+    def close(self) -> None:
+        self._collector.shutdown()
 
 
-def measure(kind: str, workers: int, rounds: int, warm_up: int = 5) -> list[Row]:
+class Measured(NamedTuple):
+    """All schemes and sources with one model and one number of workers.
+
+    Attributes:
+        comparison: Samples of updates, and of the batches after them.
+        unequal: (scheme, source) whose weights were not in every worker at the end.
+    """
+
+    comparison: Comparison
+    unequal: set[tuple[str, str]]
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.comparison.kind]
+
+    def update_ms(self, scheme: str, source: str) -> float:
+        """Median of an update."""
+        return self.comparison.median(name(scheme, source)) or 0.0
+
+    def batch_ms(self, scheme: str, source: str) -> float:
+        """Median of the batch after it."""
+        return self.comparison.median(next_batch(scheme, source)) or 0.0
+
+
+def name(scheme: str, source: str) -> str:
+    """Of the samples of an update."""
+    return f"{scheme}, {source}"
+
+
+def next_batch(scheme: str, source: str) -> str:
+    """Of the samples of the batch after it."""
+    return f"{scheme}, {source}, next batch"
+
+
+def measure(kind: str, workers: int, rounds: int) -> Measured:
     """All schemes and sources with one model and one number of workers, interleaved."""
-    title, make = MODELS[kind]
-    torch.manual_seed(0)
-    model = make()
-    sides: list[Side] = []
-    try:
+    model = KINDS[kind].build()
+    comparison = Comparison("TorchRL's collectors", kind, size(model), len(leaves(model)), workers)
+    with ExitStack() as stack:
+        sides = []
         for scheme in SCHEMES:
-            sides.append(Side(scheme, model, workers))
-        for number in range(warm_up + rounds):
-            first = number % len(sides)
-            for source in SOURCES:
-                for side in sides[first:] + sides[:first]:
-                    side.update(source)
-                    if number == warm_up + rounds - 1:
-                        side.compare(source)
-        rows = [side.row(title, workers, source, warm_up) for source in SOURCES for side in sides]
-    finally:
-        for side in sides:
-            side.collector.shutdown()
-        sides.clear()
-        gc.collect()
-    for ours, *theirs in lines_of(rows):
-        for row in theirs:
-            row.ratio_to_ours = row.update_ms / ours.update_ms
-    return rows
+            sides.append(Side(scheme, kind, workers))
+            stack.callback(sides[-1].close)
+        actions = [partial(side.update, source) for source in SOURCES for side in sides]
+        interleave(comparison, actions, rounds, [], warm_up=WARM_UP)
+        unequal = set()
+        for source in SOURCES:
+            for side in sides:
+                side.update(source)
+                if not side.holds(source):
+                    unequal.add((side.scheme, source))
+    return Measured(comparison, unequal)
 
 
-def lines_of(rows: list[Row]) -> list[list[Row]]:
-    """Rows of the same model, workers and source together: ours, SharedMem, MultiProcess."""
-    return [rows[start : start + len(SCHEMES)] for start in range(0, len(rows), len(SCHEMES))]
+def show(results: Sequence[Measured]) -> str:
+    """One line for each model, number of workers and source."""
+    headers = ["model", "workers", "source", "ours, ms", "SharedMem, ms", "ours / SharedMem", "MultiProcess, ms"]
+    headers += ["MultiProcess / ours", "next batch, ms (ours, SharedMem, MultiProcess)", "equal"]
+    rows: list[list[object]] = []
+    for result in results:
+        for source in SOURCES:
+            ours, shared, process = (result.update_ms(scheme, source) for scheme in SCHEMES)
+            batches = ", ".join(f"{result.batch_ms(scheme, source):.1f}" for scheme in SCHEMES)
+            equal = "NO" if any((scheme, source) in result.unequal for scheme in SCHEMES) else "yes"
+            row = [result.title, result.comparison.workers, source, f"{ours:.2f}", f"{shared:.2f}"]
+            rows.append([*row, f"{ours / shared:.2f}x", f"{process:.2f}", f"{process / ours:.1f}x", batches, equal])
+    return table(headers, rows)
 
 
-def table(rows: list[Row]) -> str:
-    """The rows in Markdown: one line for each model, number of workers and source."""
-    lines = [
-        "| model | workers | source | ours, ms | SharedMem, ms | ours / SharedMem | MultiProcess, ms "
-        "| MultiProcess / ours | next batch, ms (ours, SharedMem, MultiProcess) | equal |",
-        "|---|--:|---|--:|--:|--:|--:|--:|---|---|",
-    ]
-    for ours, shared, process in lines_of(rows):
-        batches = ", ".join(f"{row.next_batch_ms:.1f}" for row in (ours, shared, process))
-        equal = "yes" if ours.equal and shared.equal and process.equal else "NO"
-        lines.append(
-            f"| {ours.model} | {ours.workers} | {ours.source} | {ours.update_ms:.2f} | {shared.update_ms:.2f} "
-            f"| {1 / shared.ratio_to_ours:.2f}x | {process.update_ms:.2f} | {process.ratio_to_ours:.1f}x | {batches} "
-            f"| {equal} |"
-        )
-    return "\n".join(lines)
-
-
-def verdicts(rows: list[Row]) -> list[str]:
+def misses(results: Sequence[Measured]) -> list[str]:
     """What misses its target."""
     missed = []
-    for ours, shared, process in lines_of(rows):
-        where = f"{ours.model}, {ours.workers} workers, {ours.source} policy"
-        if 1 / shared.ratio_to_ours > MAX_RATIO_SHARED_MEMORY:
-            missed.append(f"{where}: {1 / shared.ratio_to_ours:.2f}x SharedMem, target {MAX_RATIO_SHARED_MEMORY}x")
-        if ours.model != MODELS["mlp"][0] and process.ratio_to_ours < MIN_RATIO_MULTI_PROCESS:
-            missed.append(
-                f"{where}: {process.ratio_to_ours:.1f}x faster than MultiProcess, target {MIN_RATIO_MULTI_PROCESS}x"
-            )
-        if not ours.equal:
-            missed.append(f"{where}: weights differ")
+    for result in results:
+        for source in SOURCES:
+            ours, shared, process = (result.update_ms(scheme, source) for scheme in SCHEMES)
+            where = f"{result.title}, {result.comparison.workers} workers, {source} policy"
+            if ours / shared > MAX_RATIO_SHARED_MEMORY:
+                missed.append(f"{where}: {ours / shared:.2f}x SharedMem, target {MAX_RATIO_SHARED_MEMORY}x")
+            if result.comparison.kind != "mlp" and process / ours < MIN_RATIO_MULTI_PROCESS:
+                missed.append(
+                    f"{where}: {process / ours:.1f}x faster than MultiProcess, target {MIN_RATIO_MULTI_PROCESS}x"
+                )
+            if ("ours", source) in result.unequal:
+                missed.append(f"{where}: weights differ")
     return missed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, default=Path("outputs/torchrl_schemes.json"))
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write everything; returns the exit code."""
+    options = _options(arguments)
     warnings.filterwarnings("ignore")
-    load = [os.getloadavg()[0]]
-    rows: list[Row] = []
+    report: dict[str, Any] = {"machine": machine(), "options": {k: str(v) for k, v in vars(options).items()}}
+    results = []
     for kind in options.models:
         for workers in options.workers:
-            measured = measure(kind, workers, options.rounds)
-            rows += measured
-            for several in lines_of(measured):
-                figures = ", ".join(f"{row.scheme} {row.update_ms:.2f} ms" for row in several)
-                print(f"{several[0].model}, {workers} workers, {several[0].source} policy: {figures}", flush=True)
-    load.append(os.getloadavg()[0])
-    print(f"\n{table(rows)}\n")
-    for line in verdicts(rows) or ["every target is met"]:
+            gc.collect()  # what is left of the collectors before is in cycles
+            result = measure(kind, workers, options.rounds)
+            results.append(result)
+            for source in SOURCES:
+                figures = ", ".join(f"{scheme} {result.update_ms(scheme, source):.2f} ms" for scheme in SCHEMES)
+                print(f"{result.title}, {workers} workers, {source} policy: {figures}", flush=True)
+    print(f"\n{show(results)}\n")
+    for line in misses(results) or ["every target is met"]:
         print(line)
-    conditions = {
-        "cores": os.cpu_count(),
-        "load_before_and_after": load,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchrl": torchrl.__version__,
-        "frames_per_worker": FRAMES_PER_WORKER,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"conditions": conditions, "rows": [asdict(row) for row in rows]}, indent=2))
+    report["schemes"] = [r.comparison.as_json() | {"unequal": sorted(r.unequal)} for r in results]
+    report["load_at_end"] = machine()["load"]
+    write(options.json, report)
     print(f"written to {options.json}")
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", nargs="+", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--workers", nargs="+", type=at_least(1), default=[2, 4])
+    parser.add_argument("--rounds", type=at_least(1), default=30)
+    add_json(parser, default=Path("outputs/torchrl_schemes.json"))
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

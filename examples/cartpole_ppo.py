@@ -1,4 +1,4 @@
-"""PPO on CartPole: a Lightning Trainer, a collector process that is one batch ahead, one callback between them.
+"""PPO on CartPole: a Lightning Trainer, a worker process that is one batch ahead, one callback between them.
 
 Run it from the root of the repository: ``python -m examples.cartpole_ppo``. Composed from YAML, with two collector
 processes that make each batch together, it is ``lightning-weightsync configs/cartpole_ppo.yaml``.
@@ -15,7 +15,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     # On two cores one worker is soonest done: to start another one takes longer than it saves in a run of seconds.
-    parser.add_argument("--num-workers", type=int, default=1, help="collector processes; 0 collects in this one")
+    parser.add_argument("--num-workers", type=int, default=1, help="worker processes; 0 collects in this one")
     parser.add_argument(
         "--ahead",
         action=argparse.BooleanOptionalAction,

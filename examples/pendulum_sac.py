@@ -126,7 +126,7 @@ class SAC(LightningModule):
         if len(self.replay) < hp.learning_starts:
             return
         optimizer = self.optimizers()
-        for _ in range(round(batch.numel() * hp.steps_per_frame)):
+        for _ in range(max(1, round(batch.numel() * hp.steps_per_frame))):
             data = self.replay.sample(hp.minibatch_size)
             loss, error = self.loss(data)
             optimizer.zero_grad()
@@ -167,7 +167,7 @@ def main() -> int:
     """Train until the policy is good enough, then evaluate it: above -200 is solved. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--num-workers", type=int, default=2, help="collector processes; 0 collects in this one")
+    parser.add_argument("--num-workers", type=int, default=2, help="worker processes; 0 collects in this one")
     parser.add_argument("--max-epochs", type=int, default=30, help="epochs of 1,024 frames")
     parser.add_argument("--checkpoints", metavar="FOLDER", help="write a checkpoint after each epoch, last.ckpt")
     parser.add_argument("--resume", metavar="FILE", help="go on from a checkpoint, with what was in its replay buffer")

@@ -1,4 +1,4 @@
-"""Keep the policies of collector processes in sync with a Lightning trainer.
+"""Keep the policies of worker processes in sync with a Lightning trainer.
 
 Public names are imported when they are first used (PEP 562): a worker process imports this package too, and must not
 pay for `lightning` or `hydra`.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_weightsync.collectors.early import start_workers_early
     from lightning_weightsync.collectors.group import CollectorGroup
     from lightning_weightsync.collectors.gym import GymCollector
-    from lightning_weightsync.collectors.schedule import values
+    from lightning_weightsync.collectors.values import values
     from lightning_weightsync.errors import (
         LayoutMismatchError,
         StaleVersionError,
@@ -73,7 +73,7 @@ _MODULE_OF = {
     "WorkerDied": "errors",
     "WorkerError": "errors",
     "start_workers_early": "collectors.early",
-    "values": "collectors.schedule",
+    "values": "collectors.values",
 }
 
 

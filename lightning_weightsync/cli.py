@@ -19,7 +19,7 @@ from lightning_weightsync.commands.problems import EXIT_MISCONFIGURED, ConfigErr
 from lightning_weightsync.wording import ended, nearest  # noqa: E402
 
 HELP = """\
-lightning-weightsync: reinforcement learning in a Lightning Trainer, with collector processes in sync
+lightning-weightsync: reinforcement learning in a Lightning Trainer, with worker processes in sync
 
     lightning-weightsync [train] FILE.yaml [key=value ...]    train what the YAML describes
     lightning-weightsync check   FILE.yaml [key=value ...]    what would it do? finds mistakes; starts no process

@@ -77,3 +77,8 @@ class WorkerError(WeightSyncError):
 
 class StaleVersionError(WeightSyncError):
     """A receiver was offered a (run, version) that is not newer than what it has applied."""
+
+
+def explain(error: BaseException, note: str) -> None:
+    """Say where an exception comes from, in its notes; its type and text stay."""
+    error.__notes__ = [*getattr(error, "__notes__", []), note]  # before Python 3.11, a worker's error alone shows it

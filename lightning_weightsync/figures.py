@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_IN_PROGRESS_BAR = ("version", "staleness_mean", "frames_per_sec", "episode_return")
+_IN_PROGRESS_BAR = ("version", "staleness_mean", "frames_per_sec", "episode_return", "workers_alive")
 _AT_LEAST_EVERY = 1.0
 
 

@@ -16,7 +16,6 @@ from lightning_weightsync.collectors.member import Member, Rollout, WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
 from lightning_weightsync.collectors.rollouts import LENT_SLOTS, NUM_SLOTS
 from lightning_weightsync.schemes.base import WeightSyncScheme
-from lightning_weightsync.transports.pushing import raise_failures
 
 _UP = (WorkerState.CONNECTED, WorkerState.COLLECTING)
 
@@ -118,9 +117,8 @@ class AheadPool(WorkerPool):
         workers = dict(enumerate(self._workers))
         for index, member in workers.items():
             self._look(index, member)
-        self._check_running([])
+        self._raise_if_over("waiting for 'batch'")
         with self._mutex:
-            raise_failures(self.supervisor.ended, "waiting for 'batch'")
             listed = {id(member) for _, member in self._known.values()}
             for index, member in workers.items():
                 if member.state in _UP and id(member) not in listed:
@@ -146,12 +144,11 @@ class AheadPool(WorkerPool):
             self._feed.forget(number)  # if the group was made smaller, what it had not handed over is lost
             del self._known[number]
         elif member.state is WorkerState.COLLECTING and not self._feed.collecting(number):
-            member.state = WorkerState.CONNECTED
+            member.move(WorkerState.CONNECTED)
 
     def _ask(self, version: int, *, waiting: bool) -> None:
         for request in self._feed.requests(version, waiting=waiting):
             index, member = self._known[request.worker]
             with self._mutex:
-                if member.state is WorkerState.CONNECTED:
-                    member.state = WorkerState.COLLECTING
+                member.move(WorkerState.COLLECTING)
             self._send(index, member, "collect", slot=request.slot, version=request.version)

@@ -1,4 +1,4 @@
-"""What a collector is: the structural protocols that a worker relies on. Users implement them and import nothing."""
+"""What is a collector? Structural protocols, which a worker relies on: users implement them and import nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from tensordict import TensorDictBase
 
 @runtime_checkable
 class Collector(Protocol):
-    """An iterable of batches that lives in a worker and is closed once.
+    """An iterable of batches that lives in a worker, and is closed once, however its work there ends.
+
+    (But for a process that is killed: because it was stuck, say, or its parent has gone.)
 
     Weights arrive by *destination*, a path that is resolved on the collector itself: a collector whose policy is to be
     kept in sync as ``"policy"`` has an attribute ``policy``.
@@ -36,7 +38,8 @@ class Collector(Protocol):
         """Iterate over batches, without end where the data has none. Calling it has no side effect.
 
         A batch may live in memory that the collector reuses: it is valid until the next one is asked for, and whoever
-        keeps it copies it. Every batch has the batch size, the keys, shapes and dtypes of the first.
+        keeps it copies it. Every batch has the batch size, the keys, shapes and dtypes of the first; the batch size has
+        at least one dimension, along which the batches of several workers are put together.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Who looks after the workers while the trainer learns? A thread that notices losses, and one for each replacement.
 
-Nobody waits for these threads but ``stop``: a replacement imports, builds and connects while the others collect.
+Nobody waits for these threads but ``join``: a replacement imports, builds and connects while the others collect.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
-log = logging.getLogger(__name__)
+from lightning_weightsync.collectors.roster import LOOK_AROUND
 
-LOOK_SECONDS = 0.1
+log = logging.getLogger(__name__)
 
 
 class Ward(Protocol):
@@ -29,6 +29,10 @@ class Ward(Protocol):
 
     def replace(self, worker_idx: int) -> None:
         """Start a worker's replacement and connect it; blocks until it has joined, or was lost too. Never raises."""
+        ...
+
+    def could_not_replace(self, worker_idx: int, error: Exception) -> None:
+        """There was no thread left in which to replace a worker that was due."""
         ...
 
 
@@ -68,16 +72,22 @@ class Caretaker:
 
     def _look(self) -> None:
         while not self._stopping:
-            try:
-                self._ward.notice()
-            except Exception:  # without this thread, nobody would be replaced any more
-                log.exception("looking after the workers failed")
-            for worker_idx in self._ward.due():
-                self._replacing = [thread for thread in self._replacing if thread.is_alive()]
-                name = f"weight-sync-restart-{worker_idx}"
-                self._replacing.append(_started(name, partial(self._ward.replace, worker_idx)))
-            self._called.wait(LOOK_SECONDS)
+            for look in (self._ward.notice, self._replace_those_due):
+                try:
+                    look()
+                except Exception:  # without this thread, nobody would be replaced any more
+                    log.exception("looking after the workers failed")
+            self._called.wait(LOOK_AROUND)
             self._called.clear()
+
+    def _replace_those_due(self) -> None:
+        self._replacing = [thread for thread in self._replacing if thread.is_alive()]
+        for worker_idx in self._ward.due():
+            name = f"weight-sync-restart-{worker_idx}"
+            try:
+                self._replacing.append(_started(name, partial(self._ward.replace, worker_idx)))
+            except RuntimeError as error:
+                self._ward.could_not_replace(worker_idx, error)
 
 
 def _started(name: str, function: Callable[[], None]) -> threading.Thread:

@@ -6,7 +6,7 @@ microseconds, before anybody learns from it; what raises in the middle of a batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,6 @@ def name_of(env: Env[Any, Any] | VectorEnv[Any, Any, Any], index: int) -> str:
     return f"environment {index} ({env.spec.id if env.spec is not None else type(env.unwrapped).__name__})"
 
 
-def explain(error: BaseException, note: str) -> None:
-    """Say where an exception comes from, in its notes; its type and text stay."""
-    error.__notes__ = [*getattr(error, "__notes__", []), note]  # before Python 3.11, a worker's error alone shows it
-
-
 def raise_fault(fault: str | None) -> None:
     """Raise ``ValueError`` if there is a fault."""
     if fault is not None:
@@ -37,7 +32,13 @@ def raise_fault(fault: str | None) -> None:
 
 
 def misfit(space: Space[Any] | None, observation: Any, reward: Any) -> str | None:
-    """What is wrong with the form of what one environment has returned; ``None`` if it fits."""
+    """What is wrong with the form of what one environment has returned; ``None`` if it fits.
+
+    Args:
+        space: Of its observations, or of one leaf of them; ``None``, and spaces of other kinds, are not looked at.
+        observation: What it has returned, or that leaf.
+        reward: Beside it.
+    """
     if isinstance(space, Box | Discrete | MultiBinary | MultiDiscrete) and np.shape(observation) != space.shape:
         return f"returned an observation of shape {np.shape(observation)}, and its space {space} has {space.shape}"
     if np.size(reward) != 1:
@@ -63,6 +64,22 @@ def find_nan(what: str, values: _Array, names: Sequence[str]) -> str | None:
         return None
     env, step = _first(where)
     return f"{names[env]} returned NaN as {what}{_in_step(values, step)}: {_shown(values[env, step])}"
+
+
+def check_nan(observations: Iterable[_Array], rewards: _Array, names: Sequence[str]) -> None:
+    """See that environments have returned numbers.
+
+    Args:
+        observations: One array ``[num_envs, T, ...]`` for each leaf.
+        rewards: ``[num_envs, T]``.
+        names: Of the environments.
+
+    Raises:
+        ValueError: One of them has not; which, what and when.
+    """
+    for values in observations:
+        raise_fault(find_nan("an observation", values, names))
+    raise_fault(find_nan("a reward", rewards, names))
 
 
 def find_outside(space: Space[Any], actions: npt.ArrayLike, names: Sequence[str]) -> str | None:

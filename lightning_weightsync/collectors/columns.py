@@ -32,7 +32,19 @@ class EnvColumns:
 
 
 def allocate(leaves: Sequence[Leaf], num_envs: int, rows: int, worker_idx: int) -> tuple[TensorDict, EnvColumns]:
-    """Make a batch with the columns that do not depend on the policy."""
+    """Make a batch with the columns that do not depend on the policy.
+
+    Args:
+        leaves: Of one environment's observation.
+        num_envs: How many environments.
+        rows: Steps that there is room for, ``T``.
+        worker_idx: What its column is filled with.
+
+    Returns:
+        The batch, of batch size ``[num_envs, T]``, and views of its columns: observations and those that follow,
+        ``[num_envs, T, *shape]`` in the leaf's dtype; in ``next``, reward (float32) and the three flags (bool),
+        ``[num_envs, T, 1]``; ``policy_version`` and ``worker_idx`` (int64), ``[num_envs, T]``.
+    """
     size = (num_envs, rows)
     paths = [leaf.path for leaf in leaves]
     seen, following = (

@@ -66,7 +66,8 @@ class WorkerContext:
         """The collector's next batch, stamped with ``policy_version`` and ``worker_idx`` where it lacks them.
 
         Raises:
-            RuntimeError: The collector has come to its end.
+            RuntimeError: The collector has come to its end, its batch has no dimension, or it has a gate of its own and
+                writes no ``policy_version``.
         """
         if self._gate_is_ours:
             with self.gate:
@@ -76,6 +77,11 @@ class WorkerContext:
             version, batch = -1, next(batches, None)
         if batch is None:
             raise RuntimeError(f"the collector {type(self.collector).__name__} ended: it has to go on making batches")
+        if not batch.batch_size:
+            raise RuntimeError(
+                f"the collector {type(self.collector).__name__} made a batch of batch size []: it needs a first "
+                "dimension, along which the workers' batches are put together (of one sample: batch.unsqueeze(0))"
+            )
         # A copy of the container, not of the tensors: a collector may yield one TensorDict again and again, and a stamp
         # that stayed in it would be taken for its own.
         batch = batch.copy()

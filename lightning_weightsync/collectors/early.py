@@ -29,29 +29,34 @@ def start_workers_early(num_workers: int, threads_per_worker: int = 1) -> None:
     Args:
         num_workers: How many.
         threads_per_worker: Cap on each one's compute threads.
+
+    Raises:
+        OSError: One could not be started; those before it wait for a group.
     """
-    started = [(_conditions(threads_per_worker), WorkerProcess(-1, threads_per_worker)) for _ in range(num_workers)]
-    with _lock:
-        _waiting.extend(started)
+    for _ in range(num_workers):
+        process = WorkerProcess(threads_per_worker)
+        with _lock:
+            _waiting.append((_conditions(threads_per_worker), process))
 
 
-def start_worker(worker_idx: int, threads: int) -> WorkerProcess:
+def start_worker(threads: int) -> WorkerProcess:
     """One that was started early, or a new one.
 
     Args:
-        worker_idx: Which it is from now on, for messages.
         threads: Cap on its compute threads.
+
+    Raises:
+        OSError: A new one could not be started.
     """
     wanted = _conditions(threads)
     with _lock:  # replacements of lost workers are started by other threads
         while _waiting:
             conditions, process = _waiting.pop(0)
             if conditions == wanted and process.ended() is None:
-                process.worker_idx = worker_idx
                 return process
             if conditions[0] == os.getpid():  # a forked child ends nothing of its parent's
                 process.reap(0.0)
-    return WorkerProcess(worker_idx, threads)
+    return WorkerProcess(threads)
 
 
 def _conditions(threads: int) -> Any:

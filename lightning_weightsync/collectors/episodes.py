@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn.probabilistic import InteractionType, interaction_type, set_interaction_type
+from tensordict.nn.probabilistic import InteractionType, set_interaction_type
 
 from lightning_weightsync.collectors.base import Collector, CollectorFactory
 from lightning_weightsync.schemes.gate import Gate
@@ -27,8 +27,8 @@ class EpisodeFactory:
         collector: The group's own factory.
         episodes: Of one evaluation, over all workers; worker ``w`` of ``n`` plays ``w``, ``w + n``, ...
         num_workers: How many share them.
-        first_worker_idx: What ``collector`` is told is this and the worker's index, so that two workers of a trainer
-            have no index in common (an environment may derive a port or a folder from it).
+        first_worker_idx: What ``collector`` is told is this and the worker's index, so that no two workers of a
+            trainer are told the same (an environment may derive a port or a folder from it).
         seed: Episode ``k`` has a seed of its own, derived from this one, whoever plays it and whenever.
         deterministic: Whether the policy is to take its best action.
     """
@@ -112,8 +112,3 @@ class EpisodeCollector:
         if version is not None:
             figures["policy_version"] = torch.full((len(seeds),), version)
         return TensorDict(figures, [len(seeds)])
-
-
-def is_deterministic() -> bool:
-    """Whether a policy is asked for its best action rather than for a sample, in the calling thread's process."""
-    return interaction_type() is InteractionType.DETERMINISTIC

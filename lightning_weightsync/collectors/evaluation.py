@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 from lightning_weightsync.collectors.episodes import EpisodeFactory
 from lightning_weightsync.collectors.group import GRACE_AFTER_FAILURE, CollectorGroup
+from lightning_weightsync.errors import explain
 from lightning_weightsync.schemes.push import is_per_worker
 
 if TYPE_CHECKING:
@@ -60,6 +61,17 @@ class Evaluation:
             env_timeout=group.env_timeout,
             threads_per_worker=group.threads_per_worker,
         )
+        self._indices = range(0)
+        group.evaluations.add(self, self._players)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._of.evaluations.add(self, self._players)
+
+    @property
+    def worker_indices(self) -> range:
+        """Which ``worker_idx`` its workers were told, as long as it is connected; empty if it is not."""
+        return self._indices if self._players.connected else range(0)
 
     def __len__(self) -> int:
         """How many episodes an iteration yields."""
@@ -105,8 +117,7 @@ class Evaluation:
             batch = next(iter(players))
         except BaseException as error:
             self.shutdown(GRACE_AFTER_FAILURE)
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"in an evaluation of {self.episodes} episodes, by workers of its own")
+            explain(error, f"in an evaluation of {self.episodes} episodes, by workers of its own")
             raise
         # Workers label episodes with a version of their own hub's.
         batch["policy_version"] = torch.full((self.episodes,), version)
@@ -132,12 +143,14 @@ class Evaluation:
 
     def _factory(self) -> EpisodeFactory:
         group = self._of
+        first, num_workers = group.evaluations.free_index(group.num_workers), max(1, self._players.num_workers)
+        self._indices = range(first, first + num_workers)
         seed = np.random.SeedSequence([group.base_seed, group.rank, _TAG]).generate_state(1, np.uint64)[0]
         return EpisodeFactory(
             group.collector,
             self.episodes,
-            max(1, self._players.num_workers),
-            max(1, group.num_workers),
+            num_workers,
+            first,
             int(seed),
             self.deterministic,
         )

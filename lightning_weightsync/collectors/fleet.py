@@ -1,4 +1,4 @@
-"""Which processes are the workers, from their start to their end, and when there are to be more or fewer?
+"""Which processes are a group's workers, from their start to their end?
 
 A fleet starts them, tells them what to build, connects their schemes, replaces those that were lost, and stops them.
 What they say, and which of them are lost, is in the ``roster``; when a lost one is replaced is ``supervisor``'s
@@ -16,7 +16,7 @@ from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.caretaker import Caretaker
 from lightning_weightsync.collectors.member import Member, WorkerState
 from lightning_weightsync.collectors.pickling import dumps
-from lightning_weightsync.collectors.roster import LOOK_AROUND_MS, Roster
+from lightning_weightsync.collectors.roster import LOOK_AROUND, Roster, causes
 from lightning_weightsync.collectors.supervisor import Condition
 from lightning_weightsync.errors import WeightSyncError, WorkerDied
 from lightning_weightsync.schemes.base import WeightSyncScheme
@@ -68,8 +68,8 @@ class Fleet(Roster):
         try:
             for model_id, scheme in schemes.items():
                 scheme.init_on_sender(model_id, context=self)
-            for index in range(num_workers):
-                self._workers.append(Member.start(index, threads_per_worker))
+            for _ in range(num_workers):
+                self._workers.append(Member.start(threads_per_worker))
         except BaseException:
             self.shutdown(0.0)
             raise
@@ -112,19 +112,19 @@ class Fleet(Roster):
         self._order = _pickled(factory, self.schemes, self.hub.info if self.schemes else None)
         workers = dict(enumerate(self._workers))
         for index, worker in workers.items():
-            self._tell_to_build(index, worker, seeds[index])
+            self._tell_to_build(index, worker, seeds[index], deadline)
         self._await("built", workers, deadline, look_around)
         for index, worker in workers.items():
-            self._send(index, worker, "connect")
+            self._send(index, worker, "connect", deadline=deadline)
         if self.schemes:
             given = {scheme: weights[model_id] for model_id, scheme in self.schemes.items()}
             connect_workers(self.hub, given, range(self.num_workers), deadline)
         self._await("connected", workers, deadline, look_around)
         with self._mutex:
-            self.supervisor.watch(workers)
+            raise_failures(causes(workers), "connecting")
+            self.supervisor.watch(workers)  # from here on a loss is made good
             for worker in workers.values():
-                if worker.state is WorkerState.STARTING:
-                    worker.state = WorkerState.CONNECTED
+                worker.move(WorkerState.CONNECTED)
         self._caretaker.start()
 
     def shutdown(self, timeout: float) -> None:
@@ -134,21 +134,24 @@ class Fleet(Roster):
         self._caretaker.stop()
         # An interpreter that still imports hears nothing yet, and has nothing to close.
         deadline = time.monotonic() + (timeout if self._order else 0.0)
-        for worker in self._workers:
-            worker.process.ask_to_stop()
-        # Before they are waited for: a worker that is connecting waits for the sender, not for its parent.
-        for scheme in self.schemes.values():
-            scheme.shutdown()
-        self.hub.close()
-        self._caretaker.join(max(0.5, deadline - time.monotonic()))
-        for index, worker in enumerate(self._workers):
-            is_replacement = worker.state is WorkerState.STARTING and self.supervisor.condition(index) is not None
-            worker.process.ended(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
-            self._read(index, worker)  # its last log records
-            worker.process.reap(0.0)
-            worker.reader.close()
-            if worker.state is not WorkerState.FAILED:
-                worker.state = WorkerState.STOPPED
+        try:
+            for worker in self._workers:
+                worker.process.ask_to_stop()
+            # Before they are waited for: a worker that is connecting waits for the sender, not for its parent.
+            self.hub.close()  # first: what waits in a channel may be a slot of a scheme's
+            for scheme in self.schemes.values():
+                scheme.shutdown()
+            self._caretaker.join(max(0.5, deadline - time.monotonic()))
+            for index, worker in enumerate(self._workers):
+                is_replacement = worker.state is WorkerState.STARTING and self.supervisor.condition(index) is not None
+                worker.process.ended(0.0 if is_replacement else max(0.0, deadline - time.monotonic()))
+        finally:  # if it was interrupted, too
+            for index, worker in enumerate(self._workers):
+                self._read(index, worker)  # its last log records
+                worker.process.reap(0.0)
+                worker.reader.close()
+                if worker.state is not WorkerState.FAILED:
+                    worker.move(WorkerState.STOPPED)
 
     def resize(self, num_workers: int, timeout: float, look_around: Callable[[], None]) -> None:
         """Have this many workers. Blocks until new ones have joined, or until those that are too many have ended.
@@ -164,6 +167,7 @@ class Fleet(Roster):
         before = self.num_workers
         if num_workers < before:
             self._shrink(num_workers, timeout)
+            return
         try:
             self._grow(num_workers, look_around)
         except BaseException:
@@ -175,21 +179,17 @@ class Fleet(Roster):
         new = range(self.num_workers, num_workers)
         with self.hub.pushing:
             for scheme in self.schemes.values():
-                newest = scheme.newest(0)
-                if newest is not None:
-                    scheme.keep_newest(new, *newest)
+                scheme.add_workers(new)
             self.hub.num_workers = num_workers
         with self._mutex:
-            for index in new:
-                self._workers.append(Member.start(index, self._threads_per_worker))
+            for _ in new:
+                self._workers.append(Member.start(self._threads_per_worker))
             self.supervisor.add(new)
         self._caretaker.call()
         while not all(self.supervisor.condition(index) is Condition.UP for index in new):
-            self._check_running([])
-            with self._mutex:
-                raise_failures(self.supervisor.ended, "waiting for new workers")
+            self._raise_if_over("waiting for new workers")
             look_around()
-            time.sleep(LOOK_AROUND_MS / 1000)
+            time.sleep(LOOK_AROUND)
 
     def _shrink(self, num_workers: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -204,13 +204,17 @@ class Fleet(Roster):
             del self._workers[num_workers:]
             self.supervisor.remove(gone)
             for worker in leaving:
-                worker.state = WorkerState.STOPPED
-        for worker in leaving:
-            worker.process.ask_to_stop()
-        for worker in leaving:
-            worker.process.reap(max(0.0, deadline - time.monotonic()))
-        for link in links:
-            self.hub.dispatcher.give_up(link, ChannelClosed("the group has become smaller"))
+                worker.move(WorkerState.STOPPED)
+        try:
+            for worker in leaving:
+                worker.process.ask_to_stop()
+            for worker in leaving:
+                worker.process.ended(max(0.0, deadline - time.monotonic()))
+        finally:  # Ctrl-C in a notebook, say: nobody else knows them any more
+            for worker in leaving:
+                worker.process.reap(0.0)
+            for link in links:
+                self.hub.dispatcher.give_up(link, ChannelClosed("the group has become smaller"))
 
     # --- losses and replacements ---------------------------------------------------------------------------------
 
@@ -230,8 +234,8 @@ class Fleet(Roster):
         started = time.monotonic()
         try:
             worker = self._successor(worker_idx)
-        except OSError as error:  # no memory, or no process id, is left
-            self._count(worker_idx, WorkerDied(f"no process could be started for worker {worker_idx}: {error}"))
+        except Exception as error:  # no memory, or no process id, is left
+            self.could_not_replace(worker_idx, error)
             return
         if worker is None:
             return
@@ -239,41 +243,52 @@ class Fleet(Roster):
         try:
             with self._mutex:
                 seed = self._new_seed(worker_idx)
-            self._tell_to_build(worker_idx, worker, seed)
+            self._tell_to_build(worker_idx, worker, seed, deadline)
             self._await("built", {worker_idx: worker}, deadline)
             with self._joining:
-                self._send(worker_idx, worker, "connect")
-                if self.schemes:
-                    reconnect_workers(self.hub, list(self.schemes.values()), [worker_idx], deadline)
-                self._await("connected", {worker_idx: worker}, deadline)
+                self._join(worker_idx, worker, deadline)
         except Exception as error:
             failed = error.failed if isinstance(error, WeightSyncError) else {}
             self._lose(worker_idx, worker, failed.get(worker_idx, error))
             return
         with self._mutex:
-            if worker.cause is not None or worker.state is WorkerState.STOPPED:
+            if not worker.move(WorkerState.CONNECTED):
                 return
-            worker.state = WorkerState.CONNECTED
             self.supervisor.joined(worker_idx)
         seconds = time.monotonic() - started
         log.info(f"worker {worker_idx} (pid {worker.process.pid}) has joined, after {seconds:.1f} s")
 
+    def could_not_replace(self, worker_idx: int, error: Exception) -> None:
+        """See ``caretaker.Ward``: it counts as a replacement that was lost, and is tried again as such."""
+        self._count(worker_idx, WorkerDied(f"no replacement of worker {worker_idx} could be started: {error}"))
+
+    def _join(self, worker_idx: int, worker: Member, deadline: float) -> None:
+        """Connect a replacement that has built its collector; the caller holds ``_joining``."""
+        with self._mutex:
+            if worker.cause is not None or worker.state is WorkerState.STOPPED:
+                return  # while it waited for another one to join: there is nobody to wait for
+            self._dialling = {worker_idx: worker}
+        try:
+            self._send(worker_idx, worker, "connect", deadline=deadline)
+            if self.schemes:
+                reconnect_workers(self.hub, list(self.schemes.values()), [worker_idx], deadline)
+            self._await("connected", {worker_idx: worker}, deadline)
+        finally:
+            self._dialling = {}
+
     def _successor(self, worker_idx: int) -> Member | None:
         """A new process in the place of a lost worker, of which nothing is left then; ``None`` if nobody wants it."""
-        with self._mutex:
-            if worker_idx >= len(self._workers):
-                return None
-            current = self._workers[worker_idx]
-        if current.cause is None:
+        current = self._member(worker_idx)
+        if current is None or current.cause is None:
             return current  # the first of its index: it has just been started
-        self._bury(worker_idx, current)
+        self._end_what_is_left(worker_idx, current)
         with self._mutex:
             if self.supervisor.stopped or current not in self._workers:
                 return None
-            self._workers[worker_idx] = Member.start(worker_idx, self._threads_per_worker)
+            self._workers[worker_idx] = Member.start(self._threads_per_worker)
             return self._workers[worker_idx]
 
-    def _bury(self, worker_idx: int, worker: Member) -> None:
+    def _end_what_is_left(self, worker_idx: int, worker: Member) -> None:
         """End what is left of a lost worker: its link, its process (it may be stopped), its children."""
         link = self.hub.links.get(worker_idx)
         if link is not None and link.state is LinkState.OPEN:
@@ -285,12 +300,12 @@ class Fleet(Roster):
     def _call_caretaker(self) -> None:
         self._caretaker.call()
 
-    def _tell_to_build(self, index: int, worker: Member, seed: int) -> None:
+    def _tell_to_build(self, index: int, worker: Member, seed: int, deadline: float) -> None:
         timeouts = {"connect_timeout": float(self.hub.connect_timeout), "env_timeout": self._env_timeout}
         values = dict(self.hub.values)
         level = logging.getLogger().getEffectiveLevel()
         fields = {"worker_idx": index, "seed": seed, "values": values, "log_level": level, **timeouts}
-        self._send(index, worker, "build", self._order, **fields)
+        self._send(index, worker, "build", self._order, deadline=deadline, **fields)
 
 
 def _pickled(factory: CollectorFactory, schemes: Mapping[str, WeightSyncScheme], info: StoreInfo | None) -> bytes:

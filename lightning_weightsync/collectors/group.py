@@ -20,6 +20,7 @@ from tensordict import TensorDict
 
 from lightning_weightsync.collectors.ahead import AheadPool
 from lightning_weightsync.collectors.base import CollectorFactory
+from lightning_weightsync.collectors.evaluations import Evaluations
 from lightning_weightsync.collectors.group_record import GroupState
 from lightning_weightsync.collectors.group_weights import GroupWeights, unmatched
 from lightning_weightsync.collectors.inline import InlinePool
@@ -65,6 +66,7 @@ class CollectorGroup(GroupWeights):
         launcher: ``"local"``: child processes of this one.
 
     Raises:
+        TypeError: ``collector`` is not callable.
         ValueError: A number that makes no sense, or ``max_staleness`` with ``sync=True``.
         NotImplementedError: A mode that is not there yet.
 
@@ -127,7 +129,7 @@ class CollectorGroup(GroupWeights):
         self.env_timeout = env_timeout
         self.threads_per_worker = threads_per_worker
         self.look_around: Callable[[], None] = _nothing
-        self._evaluations: list[Evaluation] = []
+        self.evaluations = Evaluations()
         self._starts = 0
 
     def successor(self) -> CollectorGroup:
@@ -177,8 +179,7 @@ class CollectorGroup(GroupWeights):
             self._pool = InlinePool(self.weight_sync_schemes)
         self._state = GroupState.LAUNCHED
         atexit.register(self._shutdown_at_exit)
-        for evaluation in self._evaluations:
-            evaluation.launch()
+        self.evaluations.launch()
 
     def connect(self, weights_dict: Mapping[str, Weights | PerWorker] | None = None) -> None:
         """Phase two: build the collectors and deliver the current version. Blocks until every worker has applied it.
@@ -187,6 +188,8 @@ class CollectorGroup(GroupWeights):
             weights_dict: Weights for each destination; modules are remembered as the sources of later pushes.
 
         Raises:
+            RuntimeError: The group is not launched, or connected already.
+            TypeError: The factory does not pickle.
             ValueError: The destinations are not those of ``weight_sync_schemes``; both lists are shown.
             WorkerError: A factory raised in a worker; carries its traceback.
             WorkerDied: A worker's process ended.
@@ -230,17 +233,25 @@ class CollectorGroup(GroupWeights):
         if self.running and self._owner != os.getpid():  # a forked child stops nothing of its parent's
             self._pool, self._state = None, GroupState.STOPPED
             return
-        self.stop_evaluations(min(timeout, GRACE_AFTER_FAILURE))
+        try:
+            self.stop_evaluations(min(timeout, GRACE_AFTER_FAILURE))
+        finally:  # without worker processes, it is the user's close() that is called
+            self._stop_pool(deadline)
+
+    def _stop_pool(self, deadline: float) -> None:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING) and self._pool is not None:
             self._run, self._version = self.run, self.version
-            self._pool.shutdown(max(0.0, deadline - time.monotonic()))
-            self._state = GroupState.STOPPED
+            try:
+                self._pool.shutdown(max(0.0, deadline - time.monotonic()))
+            finally:
+                self._state = GroupState.STOPPED
 
     def resize(self, num_workers: int, timeout: float = 10.0) -> None:
         """Have this many workers from the next batch on. To be called between two batches.
 
         New workers start from what was pushed last; this blocks until they have joined, looking at stop requests, and
-        pushes of other threads go on meanwhile. Of too many, those with the highest indices are stopped: asked, then
+        pushes of other threads go on meanwhile. Workers of evaluations that have the indices of new ones are stopped:
+        the next iteration starts others. Of too many, those with the highest indices are stopped: asked, then
         killed. A batch that they have not handed over is lost.
 
         Args:
@@ -256,11 +267,16 @@ class CollectorGroup(GroupWeights):
             raise ValueError(f"resize({num_workers}) of {self.num_workers} workers: at least 1, before and after")
         if self._state is GroupState.LAUNCHED:
             raise RuntimeError("the group is launched, not connected: it is resized before or after that")
+        self.evaluations.make_way(num_workers, timeout)
         if self._state is GroupState.RUNNING:
             pool = self._running_pool()
             assert isinstance(pool, WorkerPool)
-            pool.resize(num_workers, timeout, self.look_around)
-        self.num_workers = num_workers
+            try:
+                pool.resize(num_workers, timeout, self.look_around)
+            finally:  # if it was interrupted, too
+                self.num_workers = pool.num_workers
+        else:
+            self.num_workers = num_workers
 
     def __enter__(self) -> CollectorGroup:
         if self._state in (GroupState.NEW, GroupState.STOPPED):
@@ -296,6 +312,8 @@ class CollectorGroup(GroupWeights):
             WorkerError: Code in a worker raised; carries its traceback.
             WorkerDied: A worker was lost, and is not replaced (any more); its part of a batch is else collected again
                 by its replacement, which is waited for.
+            WeightSyncError: The workers were stopped, by another thread, while they were waited for; or the model of a
+                replacement differs from the trainer's (``.failed`` then has its ``LayoutMismatchError``).
         """
         made = 0
         while self.batches_per_epoch is None or made < self.batches_per_epoch:
@@ -318,8 +336,9 @@ class CollectorGroup(GroupWeights):
     def evaluation(self, episodes: int = 20, deterministic: bool = True, num_workers: int | None = None) -> Evaluation:
         """A loader of whole episodes, for ``trainer.fit(module, group, val_dataloaders=group.evaluation())``.
 
-        Its workers are its own, build what the group's workers build, and start and end with them. Each iteration
-        pins the weights as they are when it begins. Batches for training are as if there were no evaluation.
+        Its workers are its own, build what the group's workers build, and start and end with them, for as long as
+        somebody keeps what is returned here. Each iteration pins the weights as they are when it begins. Batches for
+        training are as if there were no evaluation.
 
         Args:
             episodes: How many whole episodes an iteration yields, one per item; see ``Evaluation``.
@@ -338,14 +357,11 @@ class CollectorGroup(GroupWeights):
         """
         from lightning_weightsync.collectors.evaluation import Evaluation
 
-        made = Evaluation(self, episodes, deterministic, num_workers)
-        self._evaluations.append(made)
-        return made
+        return Evaluation(self, episodes, deterministic, num_workers)
 
     def stop_evaluations(self, timeout: float = 10.0) -> None:
-        """Stop the workers of all evaluations, each within ``timeout`` seconds. Idempotent."""
-        for evaluation in self._evaluations:
-            evaluation.shutdown(timeout)
+        """Stop the workers of all evaluations within ``timeout`` seconds overall. Idempotent."""
+        self.evaluations.shutdown(timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._state in (GroupState.LAUNCHED, GroupState.RUNNING):

@@ -1,4 +1,4 @@
-"""What is known of a group: its state, its figures, and what of it goes on in a resumed run?"""
+"""What does a group know of itself, now and when its run is resumed?"""
 
 from __future__ import annotations
 

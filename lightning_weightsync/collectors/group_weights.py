@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_weightsync.collectors.group_record import GroupRecord, GroupState
-from lightning_weightsync.collectors.schedule import canonical
+from lightning_weightsync.collectors.values import canonical
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.push import PerWorker
@@ -65,11 +65,14 @@ class GroupWeights(GroupRecord):
             WeightSyncError: ``.failed`` maps each worker that did not apply it, and will not, to the cause; all others
                 did.
             LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
-            ValueError: An unknown destination or worker.
+            WeightSyncTimeout: No slot for the weights became free within ``timeout``; nothing was sent.
+            ValueError: An unknown destination or worker; or weights that are given twice, or not at all.
             RuntimeError: The group is not started.
         """
-        given = next((w for w in (policy_or_weights, weights, policy) if w is not None), None)
-        pushed = self._destinations(given, model_id, weights_dict)
+        given = [each for each in (policy_or_weights, weights, policy) if each is not None]
+        if len(given) > 1:
+            raise ValueError("give the weights once: as policy_or_weights, weights or policy")
+        pushed = self._destinations(given[0] if given else None, model_id, weights_dict)
         if self._state is GroupState.LAUNCHED:
             self.connect(pushed)
             return
@@ -90,6 +93,8 @@ class GroupWeights(GroupRecord):
 
         Raises:
             LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
+            WeightSyncTimeout: No slot for the weights became free within ``timeout``; nothing was sent.
+            ValueError: An unknown destination, or no weights at all.
             RuntimeError: The group is not connected.
         """
         if self._state is not GroupState.RUNNING:
@@ -146,7 +151,16 @@ class GroupWeights(GroupRecord):
     def digest(self, model_id: str = "policy") -> dict[int, str]:
         """SHA-256 over each worker's live leaves, in layout order: ``worker_idx`` -> hexadecimal digits.
 
-        Workers that are being replaced are left out.
+        Blocks on all workers, within the scheme's ``timeout``: each answers as soon as its gate is free. Those that are
+        being replaced are left out.
+
+        Args:
+            model_id: The destination.
+
+        Raises:
+            ValueError: There is no scheme for it.
+            WeightSyncError: ``.failed`` names the workers that have not answered, and will not be replaced.
+            RuntimeError: The group is not started.
         """
         self._known(model_id)
         return self._running_pool().digest(model_id)
@@ -195,6 +209,10 @@ class GroupWeights(GroupRecord):
         return {model_id: weights}
 
     def _timeout(self, destinations: Mapping[str, object]) -> float:
+        if not destinations:
+            raise ValueError(
+                f"there are no weights to push; the group has schemes for {sorted(self.weight_sync_schemes)}"
+            )
         return max(self.weight_sync_schemes[name].timeout for name in destinations)
 
     def _known(self, model_id: str) -> None:

@@ -1,8 +1,8 @@
-"""GymCollector: a policy that acts in gymnasium environments, and the batches that come of it.
+"""How do a policy and gymnasium environments make batches? A ``GymCollector`` has the one act in the others.
 
 Every row of a batch is a real transition: reset steps never appear (vector environments of gymnasium make one by
 default), and ``next`` is never taken from the episode that follows. Only this and what it imports (``gym_envs``,
-``spaces``, ``columns``, ``checks``) need gymnasium.
+``separate_envs``, ``vector_envs``, ``envs``, ``spaces``, ``columns``, ``checks``) need gymnasium.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import Tensor, nn
 
-from lightning_weightsync.collectors.episodes import is_deterministic
 from lightning_weightsync.collectors.trees import nested, unchecked
 from lightning_weightsync.schemes.gate import Gate
 
 try:
     from gymnasium.vector import VectorEnv
 
-    from lightning_weightsync.collectors.checks import find_nan, find_outside, raise_fault
+    from lightning_weightsync.collectors.checks import check_nan, find_nan, find_outside, raise_fault
     from lightning_weightsync.collectors.columns import allocate
-    from lightning_weightsync.collectors.gym_envs import Env, build_envs
+    from lightning_weightsync.collectors.envs import Env
+    from lightning_weightsync.collectors.gym_envs import build_envs
     from lightning_weightsync.collectors.spaces import Arrays, Leaf
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("GymCollector needs gymnasium: pip install 'lightning_weightsync[gym]'") from error
@@ -186,7 +187,7 @@ class GymCollector:
         """
         self._check_open()
         self._between_episodes = True
-        check_draws = is_deterministic()
+        check_draws = interaction_type() is InteractionType.DETERMINISTIC
 
         def choose(observation: Arrays) -> Arrays:
             nonlocal check_draws
@@ -310,9 +311,8 @@ class GymCollector:
     def _check_batch(self, rows: int) -> None:
         """Look at these rows of a whole batch before anybody sees it."""
         columns, names = self._columns, self._envs.names
-        for column in (*columns.observation, *columns.following):
-            raise_fault(find_nan("an observation", column[:, :rows], names))
-        raise_fault(find_nan("a reward", columns.reward[:, :rows], names))
+        seen = (column[:, :rows] for column in (*columns.observation, *columns.following))
+        check_nan(seen, columns.reward[:, :rows], names)
         self._check_actions([self._batch[key].cpu().numpy()[:, :rows] for key in self._action_keys])
 
     def _check_actions(self, actions: Arrays) -> None:

@@ -20,7 +20,7 @@ from lightning_weightsync.collectors.context import WorkerContext
 from lightning_weightsync.collectors.member import Rollout, WorkerState
 from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.collectors.rollouts import plain
-from lightning_weightsync.collectors.schedule import serving
+from lightning_weightsync.collectors.values import serving
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.extra_state import unpack
@@ -29,6 +29,7 @@ from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.schemes.transaction import Staged, Transaction
+from lightning_weightsync.transports.hub import check_ids
 from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.slots import SlotPool
 
@@ -85,15 +86,8 @@ class InlinePool:
         self._state = WorkerState.CONNECTED
 
     def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
-        """The targeted indices: the one collector is worker 0.
-
-        Raises:
-            ValueError: Another one is named.
-        """
-        ids = [0] if worker_ids is None else [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
-        if any(index != 0 for index in ids):
-            raise ValueError(f"worker_ids={worker_ids!r}: without worker processes there is only worker 0")
-        return ids
+        """The targeted indices: the one collector is worker 0. Raises ``ValueError`` for another one."""
+        return check_ids(worker_ids, 1)
 
     def push(
         self,
@@ -104,10 +98,13 @@ class InlinePool:
         initial: bool = False,
         replaceable: bool = False,
     ) -> None:
-        """One version of these destinations, applied by the calling thread."""
+        """One version of these destinations, applied by the calling thread; where nobody is targeted, only counted."""
         deadline = time.monotonic() + timeout
         context = self._built()
         with self._pushing:
+            if not worker_ids:
+                self.version += 1
+                return
             staged = []
             for model_id, given in weights.items():
                 source, model, slots = self._models[model_id]
@@ -171,10 +168,10 @@ class InlinePool:
 
     def shutdown(self, timeout: float) -> None:
         """Close the collector. Idempotent."""
-        if self._context is not None and self._state is not WorkerState.STOPPED:
+        state, self._state = self._state, WorkerState.STOPPED
+        if self._context is not None and state is not WorkerState.STOPPED:
             self._context.collector.close()
         self._memory.clear()
-        self._state = WorkerState.STOPPED
 
     def _built(self) -> WorkerContext:
         if self._context is None:

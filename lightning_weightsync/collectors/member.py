@@ -16,13 +16,26 @@ from lightning_weightsync.transports.control import Message
 
 
 class WorkerState(Enum):
-    """``STARTING -> CONNECTED -> COLLECTING -> STOPPED | FAILED``."""
+    """``STARTING -> CONNECTED <-> COLLECTING``: a batch at a time. From each of them, ``-> STOPPED | FAILED``.
+
+    A lost one that is not wanted any more is ``STOPPED`` too.
+    """
 
     STARTING = "starting"
     CONNECTED = "connected"
     COLLECTING = "collecting"
     STOPPED = "stopped"
     FAILED = "failed"
+
+
+_ENDS = {WorkerState.STOPPED, WorkerState.FAILED}
+_MOVES = {
+    WorkerState.STARTING: {WorkerState.CONNECTED, *_ENDS},
+    WorkerState.CONNECTED: {WorkerState.COLLECTING, *_ENDS},
+    WorkerState.COLLECTING: {WorkerState.CONNECTED, *_ENDS},
+    WorkerState.FAILED: {WorkerState.STOPPED},
+    WorkerState.STOPPED: set[WorkerState](),
+}
 
 
 @dataclass
@@ -51,10 +64,17 @@ class Member:
     inbox: list[Message] = field(default_factory=list)
 
     @classmethod
-    def start(cls, worker_idx: int, threads: int) -> Member:
+    def start(cls, threads: int) -> Member:
         """Start an interpreter; it imports while the caller goes on."""
-        process = start_worker(worker_idx, threads)
+        process = start_worker(threads)
         return cls(process, BatchReader(process.memory))
+
+    def move(self, to: WorkerState) -> bool:
+        """Change the state, if that is a move of the picture; whether it was. To be called with the roster's mutex."""
+        if to not in _MOVES[self.state]:
+            return False
+        self.state = to
+        return True
 
     def take(self, kind: str) -> Message | None:
         """The first message of this kind that has been read, if there is one; it is gone from here then."""

@@ -82,10 +82,10 @@ class WorkerPool(Fleet):
         """
         left = {}
         for index, cause in failed.items():
-            if index >= len(self._workers):
-                continue  # it has left
             self._look(index)
             with self._mutex:
+                if self._member(index) is None:
+                    continue  # it has left
                 if index in self.supervisor.ended:
                     left[index] = self.supervisor.ended[index]
                 elif not self.supervisor.repairs(index, cause):
@@ -156,9 +156,7 @@ class WorkerPool(Fleet):
             missing = [request for request in requests if not self._advance(request)]
             if not missing:
                 return [request.answer for request in requests if request.answer is not None]
-            self._check_running([])
-            with self._mutex:
-                raise_failures(self.supervisor.ended, "waiting for 'batch'")
+            self._raise_if_over("waiting for 'batch'")
             look_around()
             self._wait_for_mail(request.asked for request in missing if request.asked is not None)
 
@@ -172,15 +170,14 @@ class WorkerPool(Fleet):
             with self._mutex:
                 request.answer = asked.take("batch")
                 if request.answer is not None:
-                    if asked.state is WorkerState.COLLECTING:
-                        asked.state = WorkerState.CONNECTED
+                    asked.move(WorkerState.CONNECTED)
                     self._count_batch(index, request.answer)
                     return True
         with self._mutex:
             worker = self._workers[index]
             if worker is asked or worker.state is not WorkerState.CONNECTED:
                 return False
-            worker.state = WorkerState.COLLECTING
+            worker.move(WorkerState.COLLECTING)
             request.asked = worker
         # One that was asked in the place of another is not among those that the joint slots are for.
         joint = self._joint is not None and worker in self._joint.members

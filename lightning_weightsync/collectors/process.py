@@ -62,30 +62,37 @@ class WorkerProcess:
     """A running worker interpreter, from the parent's side.
 
     Args:
-        worker_idx: Only for messages.
         threads: Cap on the worker's compute threads.
 
     Attributes:
         jobs: The job channel.
         memory: Descriptor of the memory file for its batches.
+
+    Raises:
+        OSError: No descriptor, no memory or no process id is left, or the interpreter has ended at once. Nothing stays.
     """
 
-    def __init__(self, worker_idx: int, threads: int) -> None:
-        self.worker_idx = worker_idx
+    def __init__(self, threads: int) -> None:
         self._killed = False
-        self.memory = create_memory_file(f"lightning_weightsync-{worker_idx}")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "lightning_weightsync.collectors.worker"]
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(self.memory), str(os.getpid())],
-                pass_fds=(theirs.fileno(), self.memory),
-                stdin=subprocess.DEVNULL,
-                env=_environment(threads),
-                start_new_session=True,
-            )
-        self.jobs = ControlChannel(ours, JOB_MESSAGES)
-        self.jobs.send("boot", sys_path=list(sys.path), pythonpath=os.environ.get("PYTHONPATH", ""), threads=threads)
+        with contextlib.ExitStack() as undo:
+            self.memory = create_memory_file("lightning_weightsync")
+            undo.callback(os.close, self.memory)
+            ours, theirs = socket.socketpair()
+            self.jobs = ControlChannel(ours, JOB_MESSAGES)
+            undo.callback(self.jobs.close)
+            with theirs:
+                command = [sys.executable, "-m", "lightning_weightsync.collectors.worker"]
+                self._process = subprocess.Popen(
+                    [*command, str(theirs.fileno()), str(self.memory), str(os.getpid())],
+                    pass_fds=(theirs.fileno(), self.memory),
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(threads),
+                    start_new_session=True,
+                )
+            undo.callback(self.kill)
+            pythonpath = os.environ.get("PYTHONPATH", "")
+            self.jobs.send("boot", sys_path=list(sys.path), pythonpath=pythonpath, threads=threads)
+            undo.pop_all()
 
     @property
     def pid(self) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_weightsync.collectors.trees import nested, unchecked
 from lightning_weightsync.errors import WeightSyncError
-from lightning_weightsync.schemes.strategy import write
+from lightning_weightsync.schemes.writing import write
 from lightning_weightsync.transports.layout import Leaf, WeightLayout
 from lightning_weightsync.transports.memory import map_memory
 

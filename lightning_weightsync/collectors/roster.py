@@ -1,7 +1,7 @@
-"""Who of the workers is there, what have they said, and which of them are lost?
+"""What is known of the workers that are there now?
 
-One entry per index: the process that is there now. Whoever waits for workers looks here; what becomes of a lost one is
-the ``fleet``'s business.
+One entry per index: the process that has it, its mail, and whether it is lost. Whoever waits for workers looks here;
+what becomes of a lost one is the ``fleet``'s business.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from lightning_weightsync.collectors.member import Member, WorkerState, reported
 from lightning_weightsync.collectors.supervisor import Supervisor
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout, WorkerDied
 from lightning_weightsync.schemes.base import WeightSyncScheme
-from lightning_weightsync.transports.control import ChannelClosed
+from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.pushing import raise_failures
 
 log = logging.getLogger(__name__)
 
-LOOK_AROUND_MS = 100
+LOOK_AROUND = 0.1
+"""Seconds after which whoever waits for workers looks at what else there is: stop requests, losses."""
 
 
 class Roster:
@@ -51,6 +52,7 @@ class Roster:
         )
         self.supervisor = Supervisor(max_restarts)
         self._workers: list[Member] = []
+        self._dialling: dict[int, Member] = {}  # the replacement that joins now, whoever has its index meanwhile
         # Over members, their mail, and the supervisor; nobody waits for a push or a worker while he holds it.
         self._mutex = threading.RLock()
         self._listened = 0.0
@@ -59,9 +61,10 @@ class Roster:
 
     def cause_of_death(self, worker_idx: int, wait: float) -> Exception | None:
         """See ``transports.hub.Watcher``: an error that the worker told of, or the end of its process."""
-        if worker_idx >= len(self._workers):
+        with self._mutex:
+            worker = self._dialling.get(worker_idx) or self._member(worker_idx)
+        if worker is None or worker.state is WorkerState.STOPPED:
             return WorkerDied(f"worker {worker_idx} has left: there are {len(self._workers)}")
-        worker = self._workers[worker_idx]
         self._look(worker_idx, worker, wait)
         return worker.cause
 
@@ -79,8 +82,8 @@ class Roster:
 
     def _look(self, index: int, worker: Member | None = None, wait: float = 0.0) -> None:
         """See whether a worker is lost: it told of an error, its process ended, or its link was given up."""
-        worker = worker or self._workers[index]
-        if worker.cause is not None or worker.state is WorkerState.STOPPED:
+        worker = worker or self._member(index)
+        if worker is None or worker.cause is not None or worker.state is WorkerState.STOPPED:
             return
         ended = worker.process.ended(wait)
         self._read(index, worker)
@@ -89,6 +92,11 @@ class Roster:
         link = self._broken_link(index, worker)
         if link is not None:
             self._lose(index, worker, link.cause or WorkerDied(f"worker {index}: its link is gone"))
+
+    def _member(self, index: int) -> Member | None:
+        """The process that has this index now; ``None`` if the group has become smaller than that."""
+        with self._mutex:
+            return self._workers[index] if index < len(self._workers) else None
 
     def _broken_link(self, index: int, worker: Member) -> WorkerLink | None:
         """This worker's link if it was given up; not that of the worker before."""
@@ -99,9 +107,9 @@ class Roster:
     def _lose(self, index: int, worker: Member, cause: Exception) -> None:
         """A worker is lost for this cause, unless it was lost before."""
         with self._mutex:
-            if worker.cause is not None or self.supervisor.stopped:
+            if self.supervisor.stopped or not worker.move(WorkerState.FAILED):
                 return
-            worker.state, worker.cause = WorkerState.FAILED, cause
+            worker.cause = cause
             if worker in self._workers:
                 self._count(index, cause)
 
@@ -129,6 +137,12 @@ class Roster:
         if self.supervisor.stopped or any(worker.state is WorkerState.STOPPED for worker in workers):
             raise WeightSyncError("the workers were stopped while they were waited for")
 
+    def _raise_if_over(self, phase: str) -> None:
+        """Raise what ends every wait for a worker: that all were stopped, or that one is lost for good."""
+        self._check_running([])
+        with self._mutex:
+            raise_failures(self.supervisor.ended, phase)
+
     def _await(
         self,
         kind: str,
@@ -145,7 +159,7 @@ class Roster:
                 with self._mutex:
                     if worker.take(kind) is not None:
                         del missing[index]
-            raise_failures(_causes(workers if missing else {}), f"waiting for {kind!r}")
+            raise_failures(causes(workers), f"waiting for {kind!r}")
             if not missing:
                 return
             if time.monotonic() > deadline:
@@ -167,7 +181,7 @@ class Roster:
             descriptor = worker.process.jobs.fileno()
             if worker.cause is None and descriptor >= 0:
                 poller.register(descriptor, select.POLLIN)
-        poller.poll(LOOK_AROUND_MS)
+        poller.poll(LOOK_AROUND * 1000)
 
     def _read(self, index: int, worker: Member) -> None:
         """Take in what the worker has sent; an error it tells of, or the end of its channel, is its end."""
@@ -190,13 +204,26 @@ class Roster:
                 ended = worker.process.ended(0.5) or f"its job channel broke: {error}"
                 self._lose(index, worker, WorkerDied(f"worker {index} (pid {worker.process.pid}) ended: {ended}"))
 
-    def _send(self, index: int, worker: Member, kind: str, blob: bytes = b"", **fields: Any) -> None:
-        """Send a message; if the worker is gone, that is noticed and nothing is raised."""
+    def _send(
+        self, index: int, worker: Member, kind: str, blob: bytes = b"", *, deadline: float | None = None, **fields: Any
+    ) -> None:
+        """Send a message; if the worker is gone, that is noticed and nothing is raised.
+
+        Raises:
+            WeightSyncTimeout: It does not read, and the deadline (``connect_timeout`` from now, if none is given) has
+                passed.
+        """
+        started = time.monotonic()
         try:
-            worker.process.jobs.send(kind, blob, deadline=time.monotonic() + self.hub.connect_timeout, **fields)
+            worker.process.jobs.send(kind, blob, deadline=deadline or started + self.hub.connect_timeout, **fields)
         except ChannelClosed:
             self._look(index, worker, 0.5)
+        except ChannelTimeout:
+            seconds = time.monotonic() - started
+            text = f"worker {index} (pid {worker.process.pid}) has not read {kind!r} after {seconds:.1f} s"
+            raise_failures({index: WeightSyncTimeout(text)}, f"sending {kind!r}")
 
 
-def _causes(workers: Mapping[int, Member]) -> dict[int, Exception]:
+def causes(workers: Mapping[int, Member]) -> dict[int, Exception]:
+    """Why each of these that is lost is lost."""
     return {index: worker.cause for index, worker in workers.items() if worker.cause is not None}

@@ -25,13 +25,20 @@ class Watch:
         timeout: Seconds without progress, in the making of a batch, after which it is stuck (``env_timeout``).
         stuck: Called then, once, in the watching thread: with the seconds, what the collector is at, and the stack of
             the thread that makes the batches.
+        failed: Called in its place, once, with what ``progress()`` has raised: nobody could tell any more.
     """
 
-    def __init__(self, collector: Any, timeout: float, stuck: Callable[[float, str, str], None]) -> None:
-        self._progress: Callable[[], tuple[int, str]] = getattr(collector, "progress", None) or _unknown
+    def __init__(
+        self,
+        collector: Any,
+        timeout: float,
+        stuck: Callable[[float, object, str], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._progress: Callable[[], tuple[int, object]] = getattr(collector, "progress", None) or _unknown
         self._timeout = timeout
         self._interval = min(1.0, timeout / _LOOKS)
-        self._stuck = stuck
+        self._stuck, self._failed = stuck, failed
         self._maker = threading.get_ident()
         self._batches = 0
         self._making = False
@@ -65,11 +72,16 @@ class Watch:
         return self._seconds
 
     def _run(self) -> None:
-        while self.look(time.monotonic()) < self._timeout:
-            time.sleep(self._interval)
+        try:
+            while self.look(time.monotonic()) < self._timeout:
+                time.sleep(self._interval)
+            at = self._progress()[1]
+        except Exception as error:
+            self._failed(error)
+            return
         frame = sys._current_frames().get(self._maker)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        self._stuck(self._seconds, self._progress()[1], stack)
+        self._stuck(self._seconds, at, stack)
 
 
 def _unknown() -> tuple[int, str]:

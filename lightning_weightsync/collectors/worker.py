@@ -1,8 +1,9 @@
-"""A worker's main(): build the collector, keep its models in sync, collect into the slots that the parent names.
+"""What does a worker process do? It builds the collector, keeps its models in sync, and collects as the parent asks.
 
-Started as ``python -m lightning_weightsync.collectors.worker`` with an inherited socket pair. Three threads: this one
-collects, one listens to the parent (and ends the process group when the parent is gone), one applies pushes. Neither
-``lightning`` nor ``hydra`` is imported here.
+Started as ``python -m lightning_weightsync.collectors.worker`` with an inherited socket pair. Its threads: the main one
+builds and collects; one listens to the parent, and ends the process group when the parent is gone; two serve the link,
+where there are schemes: one applies pushes, one sends heartbeats; and one watches for progress, with ``env_timeout``.
+Neither ``lightning`` nor ``hydra`` is imported here.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
     from lightning_weightsync.collectors.base import Collector
+    from lightning_weightsync.collectors.context import WorkerContext
     from lightning_weightsync.schemes.base import WeightSyncScheme
 
 NEW_WEIGHTS_WAIT = 1.0
@@ -65,10 +67,10 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
     from lightning_weightsync.collectors.context import WorkerContext
     from lightning_weightsync.collectors.logs import forward
     from lightning_weightsync.collectors.rollouts import BatchWriter
-    from lightning_weightsync.collectors.schedule import serve_process
+    from lightning_weightsync.collectors.values import serve_process
 
     forward(jobs, job["log_level"])
-    phase = "build"
+    phase, code = "build", 0
     context: WorkerContext | None = None
     try:
         factory, schemes, info = _unpack(job)
@@ -103,38 +105,62 @@ def _work(jobs: ControlChannel, job: Message, inbox: queue.SimpleQueue[Message],
                 episodes=context.take_episodes(),
                 sums=context.take_sums(),
             )
-        phase = "close"
-        collector.close()
     except ChannelClosed:
-        return 1
-    except Exception as error:
-        text = "".join(traceback.format_exception(error))
-        message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        jobs.send("error", phase=phase, message=message, traceback=text, user_code=not _is_ours(error, phase))
-        return 1
+        code = 1
+    except BaseException as error:  # SystemExit too: the user's code has raised it, and would raise it again
+        code = _tell(jobs, phase, error)
     finally:
         if context is not None:
-            context.end()
-    return 0
+            code = _leave(jobs, context, code)
+    return code
+
+
+def _leave(jobs: ControlChannel, context: WorkerContext, code: int) -> int:
+    """Close the collector, however its work has ended, and then the link, whose weights it may use until then."""
+    try:
+        context.collector.close()
+    except BaseException as error:
+        if code == 0:  # else it is known already why the work has ended
+            code = _tell(jobs, "close", error)
+    finally:
+        context.end()
+    return code
+
+
+def _tell(jobs: ControlChannel, phase: str, error: BaseException) -> int:
+    """Tell the parent what has raised. Returns the exit code."""
+    text = "".join(traceback.format_exception(error))
+    message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    with contextlib.suppress(ChannelClosed):
+        jobs.send("error", phase=phase, message=message, traceback=text, user_code=not _is_ours(error, phase))
+    return 1
 
 
 def _watch(jobs: ControlChannel, collector: Collector, env_timeout: float) -> AbstractContextManager[None]:
     """What each batch is made in: one that is stuck is told of, and is the end of this process."""
     from lightning_weightsync.collectors.watch import Watch
 
-    def stuck(seconds: float, at: str, stack: str) -> None:
-        with contextlib.suppress(ChannelClosed):
-            jobs.send("stuck", seconds=seconds, at=at, stack=stack)
-        _die_with_children()  # the thread that is stuck cannot be ended otherwise
+    # The thread that makes batches cannot be ended otherwise, whatever becomes of the message.
+    def stuck(seconds: float, at: object, stack: str) -> None:
+        try:
+            jobs.send("stuck", seconds=seconds, at=str(at), stack=stack)
+        finally:
+            _die_with_children()
+
+    def failed(error: Exception) -> None:
+        try:
+            _tell(jobs, "collect", error)
+        finally:
+            _die_with_children()
 
     if not env_timeout:
         return contextlib.nullcontext()
-    watch = Watch(collector, env_timeout, stuck)
+    watch = Watch(collector, env_timeout, stuck, failed)
     watch.start()
     return watch
 
 
-def _is_ours(error: Exception, phase: str) -> bool:
+def _is_ours(error: BaseException, phase: str) -> bool:
     """Whether it is the link that failed, and not the user's code: the next try may work."""
     from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError
 

@@ -85,6 +85,13 @@ class Recorder(pl.Callback):
         self._before: dict[str, torch.Tensor] = {}
         self._pushes = Pushes(0, 0.0)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a rank that is spawned: what a fit has begun stays in this process."""
+        return self.__dict__ | {"_file": None, "_writing": None, "_ended": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _writing=threading.Lock(), _ended=threading.Event())
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin the file, and to look at the workers."""
         if stage != "fit":

@@ -32,7 +32,7 @@ class WeightSyncScheme(SenderSide, ReceiverSide):
         sync: For hand-written receivers. ``True``: the worker's loop calls ``receive``. ``False``: a background thread
             applies pushes as soon as the gate is free. Collector groups always work in the second way.
         timeout: Bounds one push as a whole, in seconds.
-        connect_timeout: Bounds ``connect``, in seconds; ``None`` means 60 and 2 per worker.
+        connect_timeout: Bounds ``connect``, in seconds; ``None`` means 60 and 2 per worker, also for the receiver.
         heartbeat_timeout: Seconds of silence after which a worker that is being waited for counts as dead.
         host: Address that the sender listens on.
         strategy: How leaves are found and written, see ``WeightStrategy``.
@@ -107,7 +107,15 @@ class WeightSyncScheme(SenderSide, ReceiverSide):
         return strategy.extract_weights(self._bound() if weights is None else weights)
 
     def apply_weights(self, weights: Weights, inplace: bool = True) -> None:
-        """Write weights into the receiver's model, alone in the gate; parameters keep their identity either way."""
+        """Write weights into the receiver's model, alone in the gate; parameters keep their identity either way.
+
+        Blocks until every thread has left the gate, however long that takes.
+
+        Raises:
+            TypeError: The receiver was given no module.
+            LayoutMismatchError: They are not the leaves of the model; nothing was written.
+            RuntimeError: This is no receiver, or the calling thread is inside the gate.
+        """
         model = self._receiving().target
         if not isinstance(model, nn.Module):
             raise TypeError("apply_weights() needs a receiver that was given a module")

@@ -13,6 +13,7 @@ import torch
 
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.newest import NewestWeights
+from lightning_weightsync.schemes.options import choose, seconds
 from lightning_weightsync.schemes.receiver import ReceiverLink
 from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.staging import StagedModel
@@ -48,23 +49,15 @@ class SchemeCore(ABC):
         verify: bool = False,
         only_changed: bool = False,
     ) -> None:
-        if apply not in ("auto", "copy"):
-            raise ValueError(f"apply={apply!r}: choose 'auto' or 'copy'")
+        choose("apply", apply, ("auto", "copy"))
         if max_slots is not None and max_slots < 1:
             raise ValueError(f"max_slots={max_slots}: at least 1")
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
             raise ValueError(f"wire_dtype={wire_dtype!r}: give a floating-point dtype, for example torch.bfloat16")
-        for name, seconds in (
-            ("timeout", timeout),
-            ("connect_timeout", connect_timeout),
-            ("heartbeat_timeout", heartbeat_timeout),
-        ):
-            if seconds is not None and not seconds > 0:
-                raise ValueError(f"{name}={seconds!r}: give a positive number of seconds")
         self.sync = sync
-        self.timeout = float(timeout)
-        self.connect_timeout = connect_timeout
-        self.heartbeat_timeout = float(heartbeat_timeout)
+        self.timeout = seconds("timeout", timeout)
+        self.connect_timeout = None if connect_timeout is None else seconds("connect_timeout", connect_timeout)
+        self.heartbeat_timeout = seconds("heartbeat_timeout", heartbeat_timeout)
         self.host = host
         self.strategy = WeightStrategy(strategy)
         self.strict = strict
@@ -147,7 +140,8 @@ class SchemeCore(ABC):
     def _offer(self, link: WorkerLink) -> dict[str, Any]:
         """What the ``transport`` field of a worker's offer holds."""
 
-    def _take_role(self, role: Role, model_id: str) -> None:
+    def _check_free(self, model_id: str) -> None:
+        """Comes first in ``init_*``, and ``_take_role`` when nothing can fail any more: it may be repeated then."""
         if self._ended:
             self._reset()
         if self._role is not None:
@@ -156,6 +150,8 @@ class SchemeCore(ABC):
             )
         if not model_id or not isinstance(model_id, str):
             raise ValueError(f"model_id={model_id!r}: give the destination, for example 'policy'")
+
+    def _take_role(self, role: Role, model_id: str) -> None:
         self._role = role
         self._model_id = model_id
 
@@ -165,7 +161,10 @@ class SchemeCore(ABC):
         return self._model_id
 
     def shutdown(self) -> None:
-        """End this side. Idempotent, under a second, unblocks any waiter; what a context lent is left to it.
+        """End this side. Idempotent, unblocks any waiter; what a context lent is left to it.
+
+        Waits for nobody elsewhere. Its own threads leave at once; one that is in code that nothing interrupts (an
+        applied hook, gloo) is waited for, up to 0.9 s each, and a policy call that holds the gate up to 0.3 s.
 
         A scheme that was shut down may be initialised again.
         """
@@ -175,7 +174,7 @@ class SchemeCore(ABC):
             self._link.end()
         if self._open_forward is not None:
             self._open_forward()
-        for transport in self._transports.values():
+        for transport in list(self._transports.values()):  # another thread may be connecting more
             transport.close()
         self._transports.clear()
         self._newest = None

@@ -14,6 +14,7 @@ import torch
 
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.base import WeightSyncScheme
+from lightning_weightsync.schemes.options import choose
 from lightning_weightsync.schemes.strategy import StrategyName
 from lightning_weightsync.transports.base import ReceiverTransport, SenderTransport
 from lightning_weightsync.transports.link import WorkerLink
@@ -91,8 +92,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         only_changed: bool = False,
     ) -> None:
         check_host(host)
-        _choose("backend", backend, BACKENDS)
-        _choose("same_host", same_host, ("shared_memory", "network"))
+        choose("backend", backend, BACKENDS)
+        choose("same_host", same_host, ("shared_memory", "network"))
         super().__init__(
             sync=sync,
             timeout=timeout,
@@ -197,8 +198,3 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             "pair": secrets.token_hex(16),
             "only_changed": self.only_changed and self._spares_slots() and self.backend == "gloo",
         }
-
-
-def _choose(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")

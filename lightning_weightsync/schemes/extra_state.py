@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from lightning_weightsync.schemes.renamed import Renamed
-from lightning_weightsync.schemes.strategy import Weights, module_of, module_parts
+from lightning_weightsync.schemes.strategy import EXTRA_STATE, Weights, clean_name, module_of, module_parts
 from lightning_weightsync.transports.control import MAX_BLOB
-
-KEY = "_extra_state"
 
 
 def stateful_parts(source: Weights) -> dict[str, nn.Module]:
@@ -26,7 +24,7 @@ def stateful_parts(source: Weights) -> dict[str, nn.Module]:
         return source.keys(stateful_parts(source.source))
     module = module_of(source)
     return {
-        f"{prefix}{KEY}".replace("_orig_mod.", ""): part
+        clean_name(f"{prefix}{EXTRA_STATE}"): part
         for prefix, part in (module_parts(module) if module is not None else ())
         if type(part).get_extra_state is not nn.Module.get_extra_state
     }
@@ -51,8 +49,8 @@ def pack(parts: Mapping[str, nn.Module]) -> bytes:
             torch.load(one, weights_only=True)
         except Exception as error:
             raise TypeError(
-                f"the extra state of {key.removesuffix('.' + KEY)!r} ({type(part).__name__}) cannot be carried: "
-                f"torch.load(weights_only=True) does not read it back: {str(error).splitlines()[0]}"
+                f"the extra state of {key.removesuffix('.' + EXTRA_STATE)!r} ({type(part).__name__}) cannot be "
+                f"carried: torch.load(weights_only=True) does not read it back: {str(error).splitlines()[0]}"
             ) from error
     torch.save(states, packed)
     data = packed.getvalue()

@@ -21,9 +21,9 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from lightning_weightsync.schemes.strategy import wait_for_devices, write
+from lightning_weightsync.schemes.writing import wait_for_devices, write
+from lightning_weightsync.transports.comparing import same_bytes
 from lightning_weightsync.transports.layout import Leaf, WeightLayout
-from lightning_weightsync.transports.memory import same_bytes
 from lightning_weightsync.transports.slots import Slot
 
 _LARGE = 64 << 10
@@ -150,9 +150,13 @@ def move(copies: Sequence[tuple[int, int, int]]) -> None:
                 ctypes.memmove(*pieces.popleft())
 
     helper = threading.Thread(target=work, name="weight-sync-copy", daemon=True)
-    helper.start()
-    work()
-    helper.join()
+    try:
+        helper.start()
+        work()
+    finally:
+        pieces.clear()  # after Ctrl-C: the target may be given to somebody else
+        if helper.is_alive():
+            helper.join()
 
 
 def _pieces_of(target: int, source: int, nbytes: int) -> Iterator[tuple[int, int, int]]:

@@ -15,7 +15,14 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from lightning_weightsync.errors import WeightSyncError
-from lightning_weightsync.schemes.push import PerWorker, Pushable, is_per_worker, push_models, push_newest
+from lightning_weightsync.schemes.push import (
+    PerWorker,
+    Pushable,
+    is_per_worker,
+    newest_version,
+    push_models,
+    push_newest,
+)
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.link import WorkerLink
@@ -85,7 +92,7 @@ def reconnect_workers(
                 for scheme in schemes:
                     scheme.attach(None, links, deadline)
                 with hub.in_order(deadline):
-                    newest = push_newest(hub, schemes, links, timeout=deadline - time.monotonic())
+                    newest = push_newest(hub, schemes, link, timeout=deadline - time.monotonic())
                 _admit(hub, schemes, links, newest, deadline)
             except WeightSyncError as error:
                 hub.turn_away(links, error)
@@ -105,12 +112,12 @@ def _admit(
     delivered: PushHandle,
     deadline: float,
 ) -> None:
-    """Have pushes go to these workers once they have applied this version; blocks until they hold the newest one."""
+    """Have pushes go to these workers once they have applied this version; blocks until they hold their newest one."""
     delivered.wait()
     with hub.in_order(deadline):
-        overtaken = hub.version != delivered.version
-        if overtaken:  # by pushes of other threads: later ones queue up behind this one
-            newest = push_newest(hub, schemes, links, timeout=deadline - time.monotonic())
+        # Pushes of other threads may have gone on meanwhile: the last one goes first, later ones queue up behind it.
+        overtaken = [link for link in links.values() if newest_version(schemes, link.worker_idx) != delivered.version]
+        handles = [push_newest(hub, schemes, link, timeout=deadline - time.monotonic()) for link in overtaken]
         hub.admit(links)
-    if overtaken:
-        newest.wait()
+    for handle in handles:
+        handle.wait()

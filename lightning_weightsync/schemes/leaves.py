@@ -1,8 +1,9 @@
 """Where do a module's tensors hang, and are they still the same? Leaves by name, found once and checked cheaply.
 
 Walking a module's tree for each push costs more than copying a small model. So the walk is done once, and each push
-only checks that every tensor still hangs where it was found, in its memory, shape and dtype: replacing a
-``Parameter`` (``load_state_dict(assign=True)``), adding a submodule or ``module.double()`` is noticed. With thousands
+only checks that every tensor still hangs where it was found, in its memory, shape and strides: replacing a
+``Parameter`` (``load_state_dict(assign=True)``), adding a submodule or ``module.double()`` is noticed; reading the same
+memory as another dtype of the same width (``t.data = t.data.view(...)``) is not. With thousands
 of leaves even the check counts: it loops in C only. A ``state_dict`` may be made of tensors that are computed anew
 each time, and a dict is quickly walked: these are asked again for each push.
 """
@@ -45,12 +46,12 @@ class Leaves:
         self.remember_forms()
 
     def remember_forms(self) -> None:
-        """Take the memory, shapes, strides and dtypes of the moment for what they should be."""
+        """Take the memory, shapes and strides of the moment for what they should be."""
         self._live = list(self.tensors.values())
         self._forms = [tensor.detach() for tensor in self._live]
 
     def stale(self) -> bool:
-        """Whether there are other tensors or submodules now, or other shapes, strides or dtypes; values do not matter.
+        """Whether there are other tensors or submodules now, or other memory, shapes or strides; values do not matter.
 
         Raises:
             TypeError, ValueError: The source has come to hold something that is no weight; see ``WeightStrategy``.
@@ -69,5 +70,5 @@ class Leaves:
     def _in_form(self) -> bool:
         try:
             return all(map(Tensor.is_set_to, self._live, self._forms))
-        except (RuntimeError, NotImplementedError):  # it is of another dtype or on another device, for example
+        except (RuntimeError, NotImplementedError):  # it is on another device, for example
             return False

@@ -1,18 +1,36 @@
-"""What does a worker that joins later start from? The newest snapshot that was pushed, kept while there is room for it.
+"""What does a worker that joins later start from? The newest snapshot that was meant for it, kept while there is room.
 
-All workers that are up hold these very bytes or are about to, which another reading of the source would not give: it
-may have changed since, or pushes may have been given weights of their own.
+Under its own version: the worker in whose place it comes holds these very bytes, or was about to. Another reading of
+the source would not give them: it may have changed since, or the push may have been given weights of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from lightning_weightsync.transports.slots import Slot, SlotPool
 
+NEWCOMERS = -1
+"""Stands for workers that there are not yet: what was meant for all is meant for them."""
+
+
+class Newest(NamedTuple):
+    """A snapshot that was pushed.
+
+    Attributes:
+        slot: Its bytes.
+        extra: Extra state of the modules.
+        version: Under which it was pushed.
+    """
+
+    slot: Slot
+    extra: bytes
+    version: int
+
 
 class NewestWeights:
-    """Holds, for each worker, the newest snapshot that was meant for it; one that was meant for all is held once.
+    """Holds, for each worker, the newest snapshot that was meant for it; one that was meant for several is held once.
 
     Not safe for several threads: whoever calls it holds the hub's ``pushing``.
 
@@ -22,30 +40,30 @@ class NewestWeights:
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
-        self._kept: dict[int, tuple[Slot, bytes]] = {}
+        self._kept: Mapping[int, Newest] = {}
 
-    def keep(self, worker_ids: Iterable[int], slot: Slot, extra: bytes) -> None:
-        """This is the newest snapshot for these workers."""
-        before = {kept.index: kept for kept, _ in self._kept.values()}
-        self._pool.hold(slot, self)
-        self._kept.update(dict.fromkeys(worker_ids, (slot, extra)))
-        in_use = {kept.index for kept, _ in self._kept.values()}
-        for index, kept in before.items():
-            if index not in in_use:
-                self._pool.release(kept, self)
+    def keep(self, worker_ids: Iterable[int], newest: Newest) -> None:
+        """This is the newest snapshot for these workers (``NEWCOMERS`` among them, if it is meant for all)."""
+        self._pool.hold(newest.slot, self)
+        self._change({**self._kept, **dict.fromkeys(worker_ids, newest)})
+
+    def add(self, worker_ids: Iterable[int]) -> None:
+        """There are more workers: they start from the newest snapshot that was meant for all."""
+        newest = self._kept.get(NEWCOMERS)
+        if newest is not None:
+            self.keep(worker_ids, newest)
 
     def drop(self, worker_ids: Iterable[int]) -> None:
         """Nobody will join as one of these workers."""
-        before = {kept.index: kept for kept, _ in self._kept.values()}
-        for index in worker_ids:
-            self._kept.pop(index, None)
-        in_use = {kept.index for kept, _ in self._kept.values()}
-        for index, kept in before.items():
-            if index not in in_use:
-                self._pool.release(kept, self)
+        gone = set(worker_ids)
+        self._change({index: kept for index, kept in self._kept.items() if index not in gone})
 
-    def of(self, worker_idx: int) -> tuple[Slot, bytes] | None:
-        """Slot and extra state of the newest snapshot for a worker; ``None`` if its slot was needed for another."""
+    def discard(self, slot: Slot) -> None:
+        """Nobody can start from this one."""
+        self._change({index: kept for index, kept in self._kept.items() if kept.slot is not slot})
+
+    def of(self, worker_idx: int) -> Newest | None:
+        """The newest snapshot for a worker; ``None`` if its slot was needed for another."""
         return self._kept.get(worker_idx)
 
     def give_way(self) -> bool:
@@ -53,12 +71,17 @@ class NewestWeights:
 
         With ``max_slots=1`` each push needs it. Until the next snapshot is complete there is no newest one then.
         """
-        for slot, _ in self._kept.values():
-            if not slot.retired and slot.holders == {self}:
-                self._kept = {index: kept for index, kept in self._kept.items() if kept[0] is not slot}
-                self._pool.release(slot, self)
+        for kept in sorted(self._kept.values(), key=lambda kept: kept.version):
+            if not kept.slot.retired and kept.slot.holders == {self}:
+                self.discard(kept.slot)
                 return True
         return False
+
+    def _change(self, kept: Mapping[int, Newest]) -> None:
+        """What is kept from here on; slots that are not among it are released."""
+        before, self._kept = self._kept, kept
+        for slot in {old.slot for old in before.values()} - {new.slot for new in kept.values()}:
+            self._pool.release(slot, self)
 
     def __repr__(self) -> str:
         return "what a replacement starts from"

@@ -7,12 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from lightning_weightsync.errors import WeightSyncError
+from lightning_weightsync.schemes.newest import NEWCOMERS, Newest
 from lightning_weightsync.schemes.strategy import Weights
-from lightning_weightsync.transports.base import TransferFailed
-from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.link import WorkerLink
-from lightning_weightsync.transports.pushing import Payload, PushHandle
+from lightning_weightsync.transports.pushing import Payload, PushHandle, check_size
 from lightning_weightsync.transports.slots import Slot
 
 
@@ -37,12 +36,16 @@ class Pushable(Protocol):
         """``holder`` does not need the slot any more."""
         ...
 
-    def keep_newest(self, worker_ids: Iterable[int], slot: Slot, extra: bytes) -> None:
+    def keep_newest(self, worker_ids: Iterable[int], newest: Newest) -> None:
         """This snapshot is what a replacement of one of these workers starts from."""
         ...
 
-    def newest(self, worker_idx: int) -> tuple[Slot, bytes] | None:
-        """The newest snapshot for a worker, if it is still there."""
+    def discard_newest(self, slot: Slot) -> None:
+        """Nobody can start from this snapshot."""
+        ...
+
+    def newest(self, worker_idx: int) -> Newest | None:
+        """The newest snapshot that was meant for a worker, if it is still there."""
         ...
 
     def payload(self, worker_idx: int, slot: Slot, extra: bytes) -> Payload:
@@ -51,6 +54,9 @@ class Pushable(Protocol):
 
 
 PerWorker: TypeAlias = Mapping[int, Weights]
+
+_Taken: TypeAlias = tuple[Pushable, Iterable[int], Slot, bytes]
+"""A snapshot: of which scheme, for whom, the slot, and the extra state."""
 
 
 def push_models(
@@ -76,15 +82,16 @@ def push_models(
 
     Raises:
         LayoutMismatchError: Weights are not those of ``connect``; nothing was sent and no version taken.
+        TypeError: The extra states of all models are too large for one announcement; the same.
         WeightSyncTimeout: No slot became free in time.
     """
     started = time.monotonic()
     holder = _Snapshot()
-    taken: list[tuple[Pushable, Iterable[int], Slot, bytes]] = []
+    taken: list[_Taken] = []
     with hub.pushing:
         hub.check_open()
         try:
-            everybody = range(hub.num_workers)
+            everybody = [*worker_ids, NEWCOMERS] if len(worker_ids) == hub.num_workers else worker_ids
             payloads: dict[int, list[Payload]] = {index: [] for index in worker_ids}
             failed: dict[int, Exception] = {}
             scheme: Pushable
@@ -98,6 +105,8 @@ def push_models(
                             payloads[index].append(scheme.payload(index, slot, extra))
                         except WeightSyncError as error:
                             failed[index] = error
+            if any(extra for _, _, _, extra in taken):
+                check_size(payloads)
             if not initial:
                 hub.version += 1
             hub.values = hub.next_values
@@ -107,55 +116,68 @@ def push_models(
                 reachable, hub.version, timeout=remaining, initial=initial, replaceable=replaceable, links=links
             )
             handle.failed |= failed
-            if not replaceable:
-                hub.dispatcher.send_off()  # what is to be done here can be done while the workers wake up
-            _fill(hub, handle, [slot.filling for _, _, slot, _ in taken if slot.filling is not None])
-            for pushed, meant_for, slot, extra in taken:
-                pushed.keep_newest(meant_for, slot, extra)
+            try:
+                if not replaceable:
+                    hub.dispatcher.send_off()  # what is to be done here can be done while the workers wake up
+                _keep(taken, hub.version)
+                _fill(taken)
+            except BaseException as error:
+                _recover(hub, handle, taken, error)
+                raise
             return handle
         finally:
             for pushed, _, slot, _ in taken:
                 pushed.release(slot, holder)
 
 
-def push_newest(
-    hub: LinkHub, schemes: Collection[Pushable], links: Mapping[int, WorkerLink], *, timeout: float
-) -> PushHandle:
-    """Put what was pushed last on its way to workers that are connecting, under its own version.
+def push_newest(hub: LinkHub, schemes: Collection[Pushable], link: WorkerLink, *, timeout: float) -> PushHandle:
+    """Put what was pushed last for a worker that is connecting on its way to it, under its own version.
 
-    If the newest snapshot's slot has been needed for a push that then failed, nobody has its bytes any more: the
+    If the slot of the newest snapshot has been needed for a push that then failed, nobody has its bytes any more: the
     sources are read again, as a new version.
     """
+    index, links = link.worker_idx, {link.worker_idx: link}
     with hub.pushing:
-        payloads: dict[int, list[Payload]] = {index: [] for index in links}
-        for scheme in schemes:
-            for index in links:
-                newest = scheme.newest(index)
-                if newest is None:
-                    return push_models(hub, dict.fromkeys(schemes), list(links), timeout=timeout, links=links)
-                payloads[index].append(scheme.payload(index, *newest))
-        return hub.push(payloads, hub.version, timeout=timeout, initial=True, links=links)
+        version = newest_version(schemes, index)
+        if version is None:
+            return push_models(hub, dict.fromkeys(schemes), [index], timeout=timeout, links=links)
+        kept = ((scheme, scheme.newest(index)) for scheme in schemes)
+        several = [scheme.payload(index, newest.slot, newest.extra) for scheme, newest in kept if newest is not None]
+        return hub.push({index: several}, version, timeout=timeout, initial=True, links=links)
 
 
-def _fill(hub: LinkHub, handle: PushHandle, fillings: Collection[Filling]) -> None:
+def newest_version(schemes: Collection[Pushable], worker_idx: int) -> int | None:
+    """Of the newest push that was meant for a worker, of any of these; ``None`` if the bytes of one are gone."""
+    versions = [newest.version for scheme in schemes if (newest := scheme.newest(worker_idx)) is not None]
+    return max(versions) if len(versions) == len(schemes) else None
+
+
+def _keep(taken: Iterable[_Taken], version: int) -> None:
+    for scheme, meant_for, slot, extra in taken:
+        scheme.keep_newest(meant_for, Newest(slot, extra, version))
+
+
+def _fill(taken: Iterable[_Taken]) -> None:
     """Write the slots that are on their way already."""
-    if not fillings:
-        return
+    for _, _, slot, _ in taken:
+        if slot.filling is not None:
+            slot.filling.run()
 
-    def write() -> None:
-        for filling in fillings:
-            filling.run()
 
+def _recover(hub: LinkHub, handle: PushHandle, taken: Collection[_Taken], error: BaseException) -> None:
+    """A push that is on its way was interrupted: it gets to its end, or is called off if it cannot."""
+    complete = all(slot.filling is None for _, _, slot, _ in taken)
     try:
-        hub.dispatcher.send_off()
-        write()
-    except Exception as error:  # what has left cannot be called back, and the rest will never come
-        for errand in handle.errands:
-            hub.dispatcher.give_up(errand.link, TransferFailed(f"the weights could not be read: {error}"))
-        raise
-    except BaseException:  # Ctrl-C: whoever follows has a part already, and needs the rest before it can go on
-        write()
-        raise
+        _keep(taken, handle.version)
+        if not complete and not isinstance(error, Exception):
+            _fill(taken)  # Ctrl-C: whoever follows has a part already, and needs the rest before it can go on
+            complete = True
+    finally:
+        if not complete:  # what has left cannot be called back, and the rest will never come
+            for scheme, _, slot, _ in taken:
+                scheme.discard_newest(slot)
+            reason = str(error) or type(error).__name__
+            hub.dispatcher.call_off(handle.errands, WeightSyncError(f"the weights could not be read: {reason}"))
 
 
 class _Snapshot:

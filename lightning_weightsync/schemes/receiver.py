@@ -27,7 +27,7 @@ from lightning_weightsync.schemes.requests import Destination, Requests, last_wo
 from lightning_weightsync.transports.base import TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
 from lightning_weightsync.transports.dialling import join
-from lightning_weightsync.transports.meeting import Values, from_text, to_text
+from lightning_weightsync.transports.meeting import Addresses, from_text, to_text
 from lightning_weightsync.transports.rendezvous import StoreInfo
 
 
@@ -48,7 +48,6 @@ _MOVES: Mapping[ReceiverState, frozenset[ReceiverState]] = {
     ReceiverState.SERVING: frozenset({ReceiverState.ENDED}),
     ReceiverState.ENDED: frozenset(),
 }
-_NEVER = 365 * 86400.0
 _LEAVE_SECONDS = 0.3
 
 
@@ -81,6 +80,7 @@ class ReceiverLink:
         self._joining: socket.socket | None = None
         self._channel: ControlChannel | None = None
         self._threads: list[threading.Thread] = []
+        self._has_service = False
         self._ended = threading.Event()
         self._moving = threading.Lock()
 
@@ -117,7 +117,7 @@ class ReceiverLink:
                 f"worker {self.worker_idx}: the sender gave up connecting (phase: connect): {error}"
             ) from error
         except BaseException as error:
-            self.end(error if isinstance(error, Exception) else None)
+            self.end(error)
             raise
 
     def join(self, deadline: float) -> None:
@@ -149,8 +149,11 @@ class ReceiverLink:
         self._spawn(self._beat, "heartbeat", channel, float(welcome["heartbeat_timeout"]))
 
     def start_service(self) -> None:
-        """From now on a background thread serves the sender, and commits as soon as the gate is free."""
-        self._spawn(self._serve_for_ever, "receiver")
+        """From now on a background thread serves the sender, and commits as soon as the gate is free. Idempotent."""
+        with self._moving:
+            served, self._has_service = self._has_service, True
+        if not served:
+            self._spawn(self._serve_for_ever, "receiver")
 
     def serve_once(self, timeout: float | None) -> bool:
         """Serve the sender from the calling thread until a push was applied.
@@ -168,12 +171,12 @@ class ReceiverLink:
         if self.gate.inside:
             raise RuntimeError("weights cannot be received inside the gate: leave `with gate:` first")
         channel = self._open_channel()
-        deadline = time.monotonic() + (_NEVER if timeout is None else timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
         before = (self.run, self.version)
         try:
             while True:
                 message = channel.poll()
-                if message is None and time.monotonic() >= deadline:
+                if message is None and deadline is not None and time.monotonic() >= deadline:
                     return False
                 self._serve(channel, message if message is not None else channel.receive(deadline))
                 if (self.run, self.version) != before:
@@ -186,13 +189,19 @@ class ReceiverLink:
             raise WeightSyncError(f"worker {self.worker_idx}: the link to the sender has ended: {why}") from error
 
     def safe_point(self) -> bool:
-        """Commit in the calling thread what the background thread has staged; whether it switched."""
+        """Commit in the calling thread what the background thread has staged; whether it switched.
+
+        What goes wrong is the sender's to know, and the background thread tells it: the weights are as they were.
+
+        Raises:
+            RuntimeError: The calling thread is inside the gate.
+        """
         if self.gate.inside:
             raise RuntimeError("weights cannot be switched from inside the gate: leave `with gate:` first")
         pending = self._requests.pending
         try:
             return pending is not None and pending.commit()
-        except ChannelClosed:  # called off by the sender; the background thread ends the link
+        except Exception:
             return False
 
     def check_wanted(self) -> None:
@@ -202,13 +211,15 @@ class ReceiverLink:
         if self._channel is not None:
             self._channel.check_open()
 
-    def end(self, cause: Exception | None = None, *, keep_models: bool = True) -> None:
+    def end(self, cause: BaseException | None = None, *, keep_models: bool = True) -> None:
         """Close the channel and every transport; both threads leave. Idempotent, does not block on the sender.
 
         Args:
             cause: Why, if it is not in good order.
             keep_models: Whether the models are used on: they are moved out of the sender's slots first.
         """
+        if cause is not None and not isinstance(cause, Exception):
+            cause = WeightSyncError(f"{type(cause).__name__} was raised while the sender was served")
         if not self._move(ReceiverState.ENDED, cause):
             return
         if isinstance(cause, ChannelClosed) and self._channel is not None:
@@ -234,8 +245,8 @@ class ReceiverLink:
             self.state, self.cause = state, cause
             return True
 
-    def swap(self, model_id: str, ours: Values, deadline: float) -> Values:
-        """Tell the sender our values for a meeting in a pair group, and return its own; blocks on it.
+    def swap(self, model_id: str, ours: Addresses, deadline: float) -> Addresses:
+        """Tell the sender our addresses for a meeting in a pair group, and return its own; blocks on it.
 
         Raises:
             TransferFailed: It did not tell.
@@ -245,10 +256,10 @@ class ReceiverLink:
             message = channel.receive(deadline)
             if message.kind != "meet" or message["model_id"] != model_id:
                 raise TransferFailed(f"the sender sent {message.kind!r} where its address for {model_id!r} was due")
-            channel.send("meet", model_id=model_id, values=to_text(ours), deadline=deadline)
+            channel.send("meet", model_id=model_id, addresses=to_text(ours), deadline=deadline)
         except (ChannelTimeout, ChannelClosed) as error:
             raise TransferFailed(f"the sender did not come to the pair group: {error}") from error
-        return from_text(message["values"])
+        return from_text(message["addresses"])
 
     @property
     def local_host(self) -> str | None:
@@ -279,10 +290,16 @@ class ReceiverLink:
             channel = self._open_channel()
             while True:
                 self._serve(channel, channel.receive(None))
-        except Exception as error:  # whatever it is: a receiver that serves nobody must not look alive
+        except BaseException as error:  # whatever it is: a receiver that serves nobody must not look alive
             self.end(error)
 
     def _serve(self, channel: ControlChannel, message: Message) -> None:
-        self._requests.serve(channel, message)
+        try:
+            self._requests.serve(channel, message)
+        except ChannelClosed:
+            raise
+        except BaseException as error:  # the sender waits for an answer that is never going to come
+            self.end(error)
+            raise
         if self.state is ReceiverState.JOINED and self.version >= 0:
             self._move(ReceiverState.SERVING)

@@ -14,6 +14,7 @@ from lightning_weightsync.paths import resolve
 from lightning_weightsync.schemes.core import SchemeCore, process_gate
 from lightning_weightsync.schemes.forward_gate import gate_forward
 from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.options import choose
 from lightning_weightsync.schemes.receiver import ReceiverLink, ReceiverState
 from lightning_weightsync.schemes.requests import layout_of_offer
 from lightning_weightsync.schemes.staging import StagedModel
@@ -48,29 +49,26 @@ class ReceiverSide(SchemeCore):
                 callers know nothing of gates, the model's own ``forward`` holds it; see ``schemes.forward_gate`` for
                 what that does not cover (submodules and other methods called directly, several calls of one batch).
         """
-        if safe_point not in ("gate", "forward"):
-            raise ValueError(f"safe_point={safe_point!r}: choose 'gate' or 'forward'")
-        self._take_role("receiver", model_id)
-        self._context = context
-        self._worker_idx = worker_idx
-        if store_info is not None:
-            self._store_info = store_info
+        choose("safe_point", safe_point, ("gate", "forward"))
+        self._check_free(model_id)
         if model is None and context is not None:
             model = context.get_model(model_id) if hasattr(context, "get_model") else resolve(context, model_id)
         if model is None:
-            self._role = None
             raise ValueError(f"{model_id!r}: give the model, or the context on which it is found")
+        gate = getattr(context, "gate", None)
+        gate = gate if isinstance(gate, Gate) else process_gate
+        if safe_point == "forward":
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"safe_point='forward' needs a module, and {model_id!r} is a {type(model).__name__}")
+            self._open_forward = gate_forward(model, gate)
+        self._take_role("receiver", model_id)
+        self._context, self._worker_idx, self._gate = context, worker_idx, gate
+        if store_info is not None:
+            self._store_info = store_info
         self._staged = self._holding(model)
         self._staged.applied_hooks += self._hooks
         if hasattr(context, "update_policy_weights_"):
             self._staged.applied_hooks.append(self._hand_on)
-        gate = getattr(context, "gate", None)
-        self._gate = gate if isinstance(gate, Gate) else process_gate
-        if safe_point == "forward":
-            if not isinstance(model, nn.Module):
-                self._role = None
-                raise TypeError(f"safe_point='forward' needs a module, and {model_id!r} is a {type(model).__name__}")
-            self._open_forward = gate_forward(model, self._gate)
         link = getattr(context, "receiver_link", None)
         if isinstance(link, ReceiverLink):
             self._link = link
@@ -99,8 +97,12 @@ class ReceiverSide(SchemeCore):
     def safe_point(self) -> bool:
         """Switch now, in the calling thread, to what was pushed; whether it switched.
 
+        What goes wrong with a push (an applied hook raises, the deadline has passed) goes to the sender, not to the
+        policy loop: the weights are as they were, and the answer is ``False``.
+
         Raises:
             RuntimeError: Called inside the gate.
+            WeightSyncError: ``sync=True``, and the sender is gone.
         """
         link = self._receiver_link()
         return link.serve_once(0.0) if self.sync and self._owns_link else link.safe_point()
@@ -173,7 +175,9 @@ class ReceiverSide(SchemeCore):
             self._link = ReceiverLink(self._store_info, self._worker_idx, self.gate)
             self._link.add(self)
             self._owns_link = True
-        timeout = 60.0 if self.connect_timeout is None else self.connect_timeout
+        timeout = self.connect_timeout
+        if timeout is None:
+            timeout = self._link.info.get("connect_timeout", 60.0)
         self._link.connect(time.monotonic() + timeout)
         if self._owns_link and not self.sync:
             self._link.start_service()

@@ -133,7 +133,7 @@ class Requests:
         else:
             self._offers[model_id] = offer
             holds = destination.staged_model.holds_slot
-            channel.send("attached", model_id=model_id, local=channel.passes_descriptors, holds=holds)
+            channel.send("attached", model_id=model_id, holds=holds)
 
     def _open(self, channel: ControlChannel, message: Message) -> None:
         model_id = message["model_id"]
@@ -189,27 +189,20 @@ class Requests:
             )
             self.pending = push
             push.commit()
-            if push.error is not None:  # aborted by a commit in another thread
-                raise push.error
         except Exception as error:
             if push.error is None:
                 push.abort(error)
-            if isinstance(error, ChannelClosed):
-                raise
-            channel.send(
-                "failed",
-                run=run,
-                version=version,
-                reason=_reason_for(error),
-                message=f"{type(error).__name__}: {error}",
-                traceback="".join(traceback.format_exception(error)),
-            )
-        else:
-            channel.send("applied", run=run, version=version, digests=push.digests)
-            for model, slot in staged:
-                self._transports[model.model_id].entered(slot, held=model.holds_slot)
+        except BaseException:  # sys.exit() in a hook, Ctrl-C: it ends this thread, or its loop, once the sender knows
+            _tell_failure(channel, push)
+            raise
         finally:
             self.pending = None
+        if push.error is not None:  # perhaps by a commit in another thread
+            _tell_failure(channel, push)
+            return
+        channel.send("applied", run=run, version=version, digests=push.digests)
+        for model, slot in staged:
+            self._transports[model.model_id].entered(slot, held=model.holds_slot)
 
     def _stage(self, message: Message, deadline: float) -> tuple[list[tuple[StagedModel, SlotMemory]], list[bytes]]:
         staged: list[tuple[StagedModel, SlotMemory]] = []
@@ -231,6 +224,22 @@ class Requests:
         if not isinstance(model_id, str) or model_id not in self._transports:
             raise ChannelClosed(f"a push names {model_id!r}, which is not connected")
         return self._destinations[model_id].staged_model
+
+
+def _tell_failure(channel: ControlChannel, push: Transaction) -> None:
+    """Report why a push was not applied, if it was not; a sender that has called it off itself is not told."""
+    error = push.error
+    if isinstance(error, ChannelClosed):
+        raise error
+    if error is not None:
+        channel.send(
+            "failed",
+            run=push.run,
+            version=push.version,
+            reason=_reason_for(error),
+            message=f"{type(error).__name__}: {error}",
+            traceback="".join(traceback.format_exception(error)),
+        )
 
 
 def _reason_for(error: BaseException) -> str:

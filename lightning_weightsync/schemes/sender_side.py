@@ -11,7 +11,7 @@ from torch import nn
 from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.schemes.core import SchemeCore
 from lightning_weightsync.schemes.joining import connect_workers, reconnect_workers
-from lightning_weightsync.schemes.newest import NewestWeights
+from lightning_weightsync.schemes.newest import Newest, NewestWeights
 from lightning_weightsync.schemes.push import push_models
 from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.strategy import Weights
@@ -20,7 +20,7 @@ from lightning_weightsync.transports.control import Message
 from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.layout import digest_of
-from lightning_weightsync.transports.link import WorkerLink
+from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.pushing import Payload, PushHandle, raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
 from lightning_weightsync.transports.slots import Slot, SlotPool
@@ -52,33 +52,34 @@ class SenderSide(SchemeCore):
         Raises:
             ValueError: Neither the context nor ``num_workers`` tells how many workers there are.
             RuntimeError: The scheme has a role already.
+            OSError: It cannot listen on ``host``.
         """
         self.check_backend()
-        self._take_role("sender", model_id)
-        self._context = context
-        self._source = model if model is not None else weights
-        if self._source is None and hasattr(context, "get_model"):
-            self._source = context.get_model(model_id)
+        self._check_free(model_id)
+        source = model if model is not None else weights
+        if source is None and hasattr(context, "get_model"):
+            source = context.get_model(model_id)
         hub = getattr(context, "hub", None)
-        if isinstance(hub, LinkHub):
-            self._hub = hub
-        else:
+        borrowed = isinstance(hub, LinkHub)
+        if not isinstance(hub, LinkHub):
             count = num_workers if num_workers is not None else getattr(context, "num_workers", None)
             if not isinstance(count, int) or count < 1:
-                self._role = None
                 raise ValueError(f"num_workers={count!r}: give the number of workers, or a context that has it")
-            self._owns_hub = True
-            self._hub = LinkHub(
+            hub = LinkHub(
                 count,
                 host=self.host,
                 local=self.wants_local,
                 connect_timeout=self.connect_timeout,
                 heartbeat_timeout=self.heartbeat_timeout,
             )
-        self._store_info = self._hub.info
+        self._take_role("sender", model_id)
+        self._context, self._source = context, source
+        self._hub, self._owns_hub = hub, not borrowed
+        self._store_info = hub.info.copy()
+        self._store_info["connect_timeout"] = hub.connect_timeout
 
     def get_store_info(self) -> StoreInfo:
-        """Host, port and key that a receiver needs, where the scheme itself was not pickled over to it."""
+        """Host, port, key and deadline that a receiver needs, where the scheme itself was not pickled over to it."""
         if self._store_info is None:
             raise RuntimeError("get_store_info() is known after init_on_sender()")
         return self._store_info
@@ -92,6 +93,8 @@ class SenderSide(SchemeCore):
 
         Raises:
             WeightSyncError: ``.failed`` maps each worker that did not apply it to the cause. All others did.
+            WeightSyncTimeout: The same, where all of them were late. With an empty ``.failed``: no slot became free
+                within ``timeout``, and nothing was sent.
             LayoutMismatchError: The weights are not those of ``connect``; nothing was sent.
             ValueError: A worker index that does not exist.
         """
@@ -158,8 +161,6 @@ class SenderSide(SchemeCore):
                 may_hold=on_cpu and (self._spares_slots() or not self.shares(link)),
                 backend=self.backend_name,
                 transport=offers[link.worker_idx],
-                budget=float(deadline - time.monotonic()),
-                deadline=deadline,
             )
 
         verdicts = {"attached", "mismatch", "attach_failed"}
@@ -189,7 +190,7 @@ class SenderSide(SchemeCore):
 
         def open_transport(link: WorkerLink) -> None:
             budget = min(deadline - time.monotonic(), self.heartbeat_timeout)
-            link.channel.send("open", model_id=model_id, budget=float(budget), deadline=deadline)
+            link.channel.send("open", model_id=model_id, budget=float(budget))
 
         raise_failures(hub.ask([link], open_transport, {"opening"}, phase=phase, deadline=deadline).failed, phase)
         transport = self.create_transport(link=link, offer=offer, holds=holds)
@@ -200,8 +201,9 @@ class SenderSide(SchemeCore):
         try:
             transport.connect(min(deadline, started + self.heartbeat_timeout))
         except TransferFailed as error:
-            cause = link.cause or hub.lose(link, phase, time.monotonic() - started, error)
-            raise_failures({index: cause}, phase)
+            if link.state is LinkState.OPEN:
+                hub.dispatcher.give_up(link, error, phase=phase, since=started)
+            raise_failures({index: link.cause or error}, phase)
 
     def _slot_limit(self) -> int:
         # The most that are in use at once: each worker has one in force and another one sent to it, one is waiting for
@@ -277,14 +279,24 @@ class SenderSide(SchemeCore):
         if self._pool is not None:
             self._pool.release(slot, holder)
 
-    def keep_newest(self, worker_ids: Iterable[int], slot: Slot, extra: bytes) -> None:
+    def keep_newest(self, worker_ids: Iterable[int], newest: Newest) -> None:
         """A snapshot is what a replacement of one of these workers starts from; see ``schemes.newest``."""
         if self._newest is not None:
-            self._newest.keep(worker_ids, slot, extra)
+            self._newest.keep(worker_ids, newest)
 
-    def newest(self, worker_idx: int) -> tuple[Slot, bytes] | None:
-        """The newest snapshot for a worker, if it is still there."""
+    def discard_newest(self, slot: Slot) -> None:
+        """A snapshot was not completed: nobody starts from it."""
+        if self._newest is not None:
+            self._newest.discard(slot)
+
+    def newest(self, worker_idx: int) -> Newest | None:
+        """The newest snapshot that was meant for a worker, if it is still there."""
         return self._newest.of(worker_idx) if self._newest is not None else None
+
+    def add_workers(self, worker_ids: Iterable[int]) -> None:
+        """There are more workers: they start from what was meant for all. The caller holds the hub's ``pushing``."""
+        if self._newest is not None:
+            self._newest.add(worker_ids)
 
     def drop_workers(self, worker_ids: Iterable[int]) -> None:
         """These workers have left for good: nothing is kept for them. The caller holds the hub's ``pushing``."""

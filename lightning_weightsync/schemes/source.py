@@ -12,19 +12,18 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from lightning_weightsync.errors import LayoutMismatchError
 from lightning_weightsync.schemes.extra_state import pack, stateful_parts
 from lightning_weightsync.schemes.gather import Gather
 from lightning_weightsync.schemes.leaves import Leaves
 from lightning_weightsync.schemes.strategy import (
     Weights,
     WeightStrategy,
-    mismatch_text,
     module_of,
     non_persistent,
+    raise_mismatch,
     same_values,
 )
-from lightning_weightsync.transports.layout import WeightLayout
+from lightning_weightsync.transports.layout import WeightLayout, describe
 from lightning_weightsync.transports.slots import Slot
 
 
@@ -114,8 +113,7 @@ class Source:
         missing = [name for name in named if name not in leaves]
         unexpected = [name for name in leaves if name not in named and name not in ignored]
         mismatched = {
-            name: f"given {str(leaves[name].dtype).removeprefix('torch.')}{list(leaves[name].shape)}, agreed "
-            f"{self._layout_here.by_name[name].describe()}"
+            name: f"given {describe(leaves[name])}, agreed {self._layout_here.by_name[name].describe()}"
             for name, (shape, dtype) in self._expected.items()
             if name in leaves and (leaves[name].shape != shape or leaves[name].dtype != dtype)
         }
@@ -133,9 +131,4 @@ class Source:
 
     def _raise(self, missing: list[str], unexpected: list[str], mismatched: dict[str, str]) -> NoReturn:
         what = f"the weights given for {self.model_id!r} are not those of connect"
-        raise LayoutMismatchError(
-            mismatch_text(what, missing, unexpected, mismatched),
-            missing=missing,
-            unexpected=unexpected,
-            mismatched=mismatched,
-        )
+        raise_mismatch(what, missing, unexpected, mismatched)

@@ -13,30 +13,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_weightsync.errors import LayoutMismatchError, WeightSyncError
+from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.extra_state import stateful_parts
 from lightning_weightsync.schemes.leaves import Leaves
+from lightning_weightsync.schemes.matching import copy_may_fail, has_form_of_bytes, match, owns_its_memory
 from lightning_weightsync.schemes.strategy import (
     Weights,
     WeightStrategy,
     clean_name,
     load_state,
-    mismatch_text,
     nested,
-    non_persistent,
     same_values,
     unwrap,
-    wait_for_devices,
-    write,
 )
+from lightning_weightsync.schemes.writing import wait_for_devices, write
 from lightning_weightsync.transports.layout import Leaf, WeightLayout, digest_of
 from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.window import Window
@@ -55,7 +53,6 @@ class StagedModel:
     Attributes:
         layout: The sender's layout, once ``bind`` has accepted it.
         applied_hooks: Called with ``(target, version)`` while the gate is still held alone.
-        switch_ms: How long the last ``apply`` took, in milliseconds.
     """
 
     def __init__(
@@ -73,7 +70,6 @@ class StagedModel:
         self.strict = strict
         self.applied_hooks: list[Callable[[Any, int], None]] = []
         self.layout = WeightLayout((), {})
-        self.switch_ms = 0.0
         self._may_switch = may_switch and strategy.extract_as == "tensordict" and isinstance(target, nn.Module)
         self._casts = False
         self._extra_keys: list[str] = []
@@ -84,6 +80,7 @@ class StagedModel:
         self._switched: list[tuple[Tensor, str]] = []
         self._in_window: list[Tensor] = []  # the leaves of `_switched`
         self._copied: list[tuple[Tensor, str]] = []
+        self._copy_may_fail = False
         self._views: dict[int, list[Tensor]] = {}
         self._undo: list[Callable[[], None]] = []
 
@@ -111,16 +108,22 @@ class StagedModel:
             may_hold: Whether the sender has slots enough for one to stay in force here; if not, every leaf is copied.
 
         Raises:
-            LayoutMismatchError: The target does not have the same leaves; nothing is bound.
+            LayoutMismatchError: The target does not have the same leaves; what was bound before is bound still.
         """
         if layout != self.layout:
             self._leave_window(self._in_window)
             self._window = None
+        before = self._casts, self.strict, self._may_switch, self._extra_keys
         self._casts = casts
         self.strict = self.strict if strict is None else strict and self.strict
         self._may_switch = self._may_switch and may_hold
         self._extra_keys = sorted(extra_keys)
-        self._leaves = self._find_leaves(layout)
+        try:
+            self._leaves = self._find_leaves(layout)
+        except BaseException:
+            self._casts, self.strict, self._may_switch, self._extra_keys = before
+            raise
+        self._may_switch = bool(self._switched)  # the sender is told now whether slots are held here, and never again
         self.layout = layout
 
     def rebind(self, target: nn.Module) -> None:
@@ -154,14 +157,14 @@ class StagedModel:
         Args:
             slot: The staged version (``layout.nbytes`` long); not written again while ``holds_slot``.
             extra: The extra state of submodules, by ``state_dict`` key.
-            keep_backup: Keep what is needed for ``roll_back``.
+            keep_backup: Keep what is needed for ``roll_back``. Left out, it is kept all the same where something here
+                can fail after something else has been written.
         """
-        started = time.perf_counter()
         self._undo = []
         if self._leaves is None or self._leaves.stale() or (self._window is not None and self._window.moved):
             # `self.mean = new_mean` has put another tensor in the place of a buffer, for example.
             self._leaves = self._find_leaves(self.layout)
-        keep_backup = keep_backup or bool(self.applied_hooks) or bool(self._extra_parts)
+        keep_backup = keep_backup or self._copy_may_fail or bool(self.applied_hooks) or bool(self._extra_parts)
         if self.strategy.extract_as == "state_dict" and isinstance(self.target, nn.Module):
             views, named = self.layout.views(slot.memory), self.layout.by_name
             self._undo.append(_remember(self.target))
@@ -172,7 +175,7 @@ class StagedModel:
             if keep_backup:
                 self._back_up_copied()
             if self._switched:
-                window = self._enter_window(keep_values=keep_backup)
+                window = self._enter_window()
                 self._undo.append(window.restore)
                 window.show(slot.descriptor, keep_aside=keep_backup)
                 increment_version(self._in_window)
@@ -184,7 +187,6 @@ class StagedModel:
             if key in extra:
                 self._undo.append(_restore_extra(part))
                 part.set_extra_state(extra[key])
-        self.switch_ms = 1e3 * (time.perf_counter() - started)
 
     def roll_back(self) -> None:
         """Restore what the live leaves held before ``apply``. The caller holds the gate alone."""
@@ -244,70 +246,25 @@ class StagedModel:
     def _find_leaves(self, layout: WeightLayout) -> Leaves:
         """Match the live leaves with the layout's, and sort them into switched and copied ones."""
         leaves = Leaves(self.target, self.strategy)
-        live = leaves.tensors
-        ignored = non_persistent(self.target) if isinstance(self.target, nn.Module) else set()
-        offered = {name: leaf for name, leaf in layout.by_name.items() if name not in ignored}
-        parts = stateful_parts(self.target)
-        missing = [n for n in live if n not in offered] + [k for k in parts if k not in self._extra_keys]
-        unexpected = [n for n in offered if n not in live] + [k for k in self._extra_keys if k not in parts]
-        if not isinstance(self.target, nn.Module):
-            unexpected = [name for name in unexpected if name not in self._extra_keys]
-        if not self.strict:
-            missing = []
-        mismatched = {
-            name: f"sender {leaf.describe()}, receiver {_describe(live[name])}"
-            for name, leaf in offered.items()
-            if name in live and not self._fits(leaf, live[name])
-        }
-        common = {name: live[name] for name in offered if name in live}
-        mismatched |= _untied(common, layout)
-        mismatched |= {
-            name: "cannot be written in place: its elements share memory"
-            for name, tensor in common.items()
-            if _overlaps(tensor)
-        }
-        if missing or unexpected or mismatched or not offered:
-            what = f"{self.model_id!r} differs between sender and receiver"
-            if not offered:
-                what += "; no leaf in common"
-            raise LayoutMismatchError(
-                mismatch_text(what, missing, unexpected, mismatched),
-                missing=missing,
-                unexpected=unexpected,
-                mismatched=mismatched,
-            )
-        self._extra_parts = {key: part for key, part in parts.items() if key in self._extra_keys}
+        found = match(self.model_id, leaves, layout, extra_keys=self._extra_keys, casts=self._casts, strict=self.strict)
+        self._extra_parts = found.extra_parts
         self._views = {}
         before = self._in_window
-        self._switched, self._copied = [], []
-        seen: set[int] = set()
-        for name in live:
-            if name in offered and id(live[name]) not in seen:
-                seen.add(id(live[name]))
-                switchable = self._may_switch and self._is_switchable(live[name], offered[name])
-                (self._switched if switchable else self._copied).append((live[name], offered[name].name))
+        self._switched, self._copied, self._copy_may_fail = [], [], False
+        for tensor, leaf in found.pairs:
+            if self._may_switch and self._is_switchable(tensor, leaf):
+                self._switched.append((tensor, leaf.name))
+            else:
+                self._copied.append((tensor, leaf.name))
+                self._copy_may_fail |= copy_may_fail(tensor, leaf)
         self._in_window = [leaf for leaf, _ in self._switched]
         staying = {id(leaf) for leaf in self._in_window}
         self._leave_window([leaf for leaf in before if id(leaf) not in staying])
         self._entered = False
         return leaves
 
-    def _fits(self, leaf: Leaf, live: Tensor) -> bool:
-        if leaf.shape != tuple(live.shape):
-            return False
-        both_floating = leaf.torch_dtype.is_floating_point and live.dtype.is_floating_point
-        return leaf.torch_dtype == live.dtype or (self._casts and both_floating)
-
     def _is_switchable(self, tensor: Tensor, leaf: Leaf) -> bool:
-        if not isinstance(tensor, nn.Parameter) or not tensor.is_cpu or tensor.is_inference():
-            return False
-        if type(tensor.data) is not Tensor or tensor.dtype != leaf.torch_dtype or not tensor.is_contiguous():
-            return False
-        if self._is_in_window(tensor):
-            return True
-        whole = tensor.storage_offset() == 0
-        whole = whole and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        return whole and not tensor.is_shared()  # type: ignore[no-untyped-call]
+        return has_form_of_bytes(tensor, leaf) and (self._is_in_window(tensor) or owns_its_memory(tensor))
 
     def _is_in_window(self, tensor: Tensor) -> bool:
         window = self._window
@@ -315,10 +272,11 @@ class StagedModel:
             return False
         return tensor.untyped_storage().data_ptr() == window.memory.data_ptr()
 
-    def _enter_window(self, *, keep_values: bool) -> Window:
-        """Have all switched leaves live in the window, with what they hold if that is needed; something is shown next.
+    def _enter_window(self) -> Window:
+        """Have all switched leaves live in the window, in which something is shown next.
 
-        Until the first version they stay where they are: a ``connect`` that fails leaves the model as it was.
+        Until the first version they stay where they are, and they return there if it fails: a ``connect`` that fails
+        leaves the model as it was.
         """
         if self._entered and self._window is not None:
             return self._window
@@ -327,8 +285,7 @@ class StagedModel:
         views = self.layout.views(self._window.memory)
         for leaf, name in self._switched:
             if leaf.data_ptr() != views[name].data_ptr():
-                if keep_values:
-                    views[name].copy_(leaf.data)
+                self._undo.append(partial(setattr, leaf, "data", leaf.data))
                 leaf.data = views[name]
         if self._leaves is not None:
             self._leaves.remember_forms()
@@ -384,24 +341,6 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)  # an extra state is any object
 
 
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether several elements lie at one address, as in an expanded tensor."""
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _restore_extra(part: nn.Module) -> Callable[[], None]:
     before = copy.deepcopy(part.get_extra_state())
     return lambda: part.set_extra_state(before)
-
-
-def _describe(tensor: Tensor) -> str:
-    return WeightLayout.of({"": tensor}).leaves[0].describe()
-
-
-def _untied(live: dict[str, Tensor], layout: WeightLayout) -> dict[str, str]:
-    """Leaves that are one tensor here and two over there: one tensor cannot hold both."""
-    return {
-        alias: f"tied to {name} in the receiver, separate in the sender"
-        for alias, name in WeightLayout.of(live).aliases.items()
-        if layout.by_name[alias] is not layout.by_name[name]
-    }

@@ -1,4 +1,4 @@
-"""Which tensors are "the weights"? Turns modules, TensorDicts and dicts into named leaves, and writes leaves back.
+"""Which tensors are "the weights"? Turns modules, TensorDicts and dicts into named leaves, and has models load them.
 
 Names are those of ``state_dict()``, whatever wrapper the module is in: ``torch.compile`` and DDP leave no prefix.
 Carried are parameters and persistent buffers. Nothing here copies a tensor, except ``apply_weights``, which is told to.
@@ -6,23 +6,26 @@ Carried are parameters and persistent buffers. Nothing here copies a tensor, exc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NoReturn, TypeAlias
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_weightsync.errors import LayoutMismatchError
+from lightning_weightsync.schemes.options import choose
 from lightning_weightsync.schemes.renamed import Renamed
-from lightning_weightsync.transports.layout import WeightLayout, digest_of
+from lightning_weightsync.schemes.writing import write
+from lightning_weightsync.transports.layout import WeightLayout, describe, digest_of
 
 StrategyName = Literal["tensordict", "state_dict"]
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any] | Renamed
 """What a push can be given: a module, a TensorDict, a flat or nested dict of tensors, or one of these ``Renamed``."""
 
 _COMPILED = "_orig_mod"
+EXTRA_STATE = "_extra_state"
+"""Last part of the ``state_dict`` key under which a module keeps what it returns from ``get_extra_state``."""
 
 
 class WeightStrategy:
@@ -34,8 +37,7 @@ class WeightStrategy:
     """
 
     def __init__(self, extract_as: StrategyName = "tensordict") -> None:
-        if extract_as not in ("tensordict", "state_dict"):
-            raise ValueError(f"strategy={extract_as!r}: choose 'tensordict' or 'state_dict'")
+        choose("strategy", extract_as, ("tensordict", "state_dict"))
         self.extract_as = extract_as
 
     def leaves(self, source: Weights) -> dict[str, Tensor]:
@@ -80,20 +82,15 @@ class WeightStrategy:
         missing = [name for name in target if name not in source]
         unexpected = [name for name in source if name not in target]
         mismatched = {
-            name: f"given {_describe(source[name])}, model {_describe(target[name])}"
+            name: f"given {describe(source[name])}, model {describe(target[name])}"
             for name in target
-            if name in source and _describe(source[name]) != _describe(target[name])
+            if name in source and describe(source[name]) != describe(target[name])
         }
         for alias, name in WeightLayout.of(target).aliases.items():
             if alias in source and name in source and not same_values(source[alias], source[name]):
                 mismatched[alias] = f"tied to {name} in the model, and given another value"
         if missing or unexpected or mismatched:
-            raise LayoutMismatchError(
-                mismatch_text("the weights do not fit the model", missing, unexpected, mismatched),
-                missing=missing,
-                unexpected=unexpected,
-                mismatched=mismatched,
-            )
+            raise_mismatch("the weights do not fit the model", missing, unexpected, mismatched)
         if self.extract_as == "state_dict":
             load_state(destination, source, strict=True)
         else:
@@ -103,7 +100,7 @@ class WeightStrategy:
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
     while True:
-        inner = getattr(module, "_orig_mod", None)
+        inner = getattr(module, _COMPILED, None)
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             inner = module.module
         if not isinstance(inner, nn.Module):
@@ -138,7 +135,7 @@ def module_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def is_extra_state(name: str) -> bool:
     """Whether a ``state_dict`` key is that of a module's extra state."""
-    return name.rpartition(".")[2] == "_extra_state"
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def nested(leaves: Mapping[str, Tensor]) -> TensorDict:
@@ -153,23 +150,7 @@ def clean_name(name: str) -> str:
 
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal bit for bit (NaNs too), in dtype and in shape."""
-    return _describe(one) == _describe(other) and digest_of([one]) == digest_of([other])
-
-
-def write(targets: list[Tensor], values: list[Tensor]) -> None:
-    """Copy values into tensors in place, without a trace for autograd.
-
-    Their version counters go up: a backward pass that needs the old values raises, and is not silently wrong.
-    """
-    if targets:
-        with torch.inference_mode():  # no_grad may not write to a model that was built in inference mode
-            torch._foreach_copy_(targets, values)
-
-
-def wait_for_devices(tensors: Iterable[Tensor]) -> None:
-    """Block until what was queued for these tensors' devices, in the calling thread, is done."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+    return describe(one) == describe(other) and digest_of([one]) == digest_of([other])
 
 
 def load_state(module: nn.Module, values: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -184,15 +165,19 @@ def load_state(module: nn.Module, values: Mapping[str, Tensor], *, strict: bool)
     module.load_state_dict(state, strict=strict)
 
 
-def mismatch_text(what: str, missing: list[str], unexpected: list[str], mismatched: Mapping[str, str]) -> str:
-    """The sentence that a ``LayoutMismatchError`` shows: every leaf, by name."""
+def raise_mismatch(what: str, missing: list[str], unexpected: list[str], mismatched: Mapping[str, str]) -> NoReturn:
+    """Raise the error that names every leaf.
+
+    Raises:
+        LayoutMismatchError: Always.
+    """
     parts = [what]
     if missing:
         parts.append(f"missing from the sender: {', '.join(missing)}")
     if unexpected:
         parts.append(f"unknown to the receiver: {', '.join(unexpected)}")
     parts += [f"{name}: {text}" for name, text in mismatched.items()]
-    return "; ".join(parts)
+    raise LayoutMismatchError("; ".join(parts), missing=missing, unexpected=unexpected, mismatched=dict(mismatched))
 
 
 def _module_leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -231,7 +216,3 @@ def _mapping_leaves(mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[s
             yield from _mapping_leaves(value, f"{prefix}{key}.")
         else:
             raise TypeError(f"weights: {prefix}{key} is {type(value).__name__}, not a tensor")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,7 +1,7 @@
 """What must a way of moving bytes be able to do? A transport gets slots from a sender to its workers.
 
 It knows nothing of models, versions or collectors. It transfers or it raises; it never becomes a no-op. The two ends
-are separate protocols: an implementation of one imports nothing of the other's world.
+are separate protocols, and separate classes where they are implemented: neither uses the other.
 """
 
 from __future__ import annotations

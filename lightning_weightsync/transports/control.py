@@ -1,4 +1,4 @@
-"""What do the two ends of a connection say to each other, and in which frames?
+"""In which frames do the two ends of a connection speak?
 
 A frame is two big-endian ``uint32`` (length of the JSON part, length of the blob), UTF-8 JSON, and the blob. Every
 kind of message has a fixed schema. An unknown kind, a missing, extra or wrongly typed field, or a part above its cap
@@ -22,47 +22,15 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lightning_weightsync.transports.bodies import Schema, codec_of
+from lightning_weightsync.transports.messages import CARRIES_DESCRIPTOR, LINK_MESSAGES
 
 _HEADER = struct.Struct("!II")
 _INT = struct.Struct("i")
 MAX_JSON = 64 << 20
 MAX_BLOB = 1 << 30
-_CARRIES_DESCRIPTOR = frozenset({"slot", "joint"})
 _ROOM = socket.CMSG_LEN(64 * _INT.size) if hasattr(socket, "CMSG_LEN") else 0
 _CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # where there is none, POLLHUP, which is always reported, tells
-
-LINK_MESSAGES: Schema = {
-    "hello": {"worker_idx": int, "pid": int},
-    "welcome": {"run": int, "version": int, "generation": int, "heartbeat_timeout": float},
-    "refused": {"reason": str},
-    "attach": {
-        "model_id": str,
-        "layout": dict,
-        "extra_keys": list,
-        "casts": bool,
-        "strict": bool,
-        "may_hold": bool,
-        "backend": str,
-        "transport": dict,
-        "budget": float,
-    },
-    "attached": {"model_id": str, "local": bool, "holds": bool},
-    "mismatch": {"model_id": str, "message": str, "missing": list, "unexpected": list, "mismatched": dict},
-    "attach_failed": {"model_id": str, "message": str},
-    "open": {"model_id": str, "budget": float},
-    "opening": {"model_id": str},
-    "meet": {"model_id": str, "values": dict},
-    "push": {"run": int, "version": int, "models": list, "values": dict, "budget": float, "initial": bool},
-    "applied": {"run": int, "version": int, "digests": dict},
-    "failed": {"run": int, "version": int, "reason": str, "message": str, "traceback": str},
-    "slot": {"model_id": str, "index": int, "nbytes": int},  # with one descriptor
-    "retire": {"model_id": str, "index": int},
-    "digest": {"model_id": str},
-    "digested": {"model_id": str, "digest": str},
-    "beat": {},
-    "close": {},
-}
 
 
 class ChannelClosed(ConnectionError):
@@ -118,11 +86,6 @@ class ControlChannel:
     def fileno(self) -> int:
         """The descriptor to wait on; -1 after ``close``."""
         return self._sock.fileno()
-
-    @property
-    def passes_descriptors(self) -> bool:
-        """Whether both ends are on one host, so that descriptors can be handed over."""
-        return self._passes_descriptors
 
     @property
     def local_host(self) -> str | None:
@@ -211,10 +174,14 @@ class ControlChannel:
             message = self.poll()
         return message
 
-    def poll(self) -> Message | None:
-        """The next message, if it has arrived in full; never blocks, and reads at most a megabyte."""
+    def poll(self, *, read: bool = True) -> Message | None:
+        """The next message, if it has arrived in full; never blocks, and reads at most a megabyte.
+
+        Args:
+            read: Whether to look for more than what has been read from the socket already.
+        """
         message = self._parse()
-        if message is not None:
+        if message is not None or not read:
             return message
         for _ in range(16):  # a peer that never stops sending must not keep its reader from looking at the clock
             try:
@@ -328,7 +295,7 @@ class ControlChannel:
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             self._break(f"not a message: {error}")
         descriptor = -1
-        if kind in _CARRIES_DESCRIPTOR:
+        if kind in CARRIES_DESCRIPTOR:
             if not self._descriptors:
                 self._break(f"message {kind!r} came without its descriptor")
             descriptor = self._descriptors.popleft()

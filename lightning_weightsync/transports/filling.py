@@ -33,7 +33,9 @@ class Filling:
         self._following = threading.Lock()
 
     def run(self) -> None:
-        """Write the slot, in the calling thread; returns when all that follow have been told. May be called again.
+        """Write the slot, in the calling thread; returns when all that follow have been told.
+
+        May be called again: what is written already is not written again.
 
         Raises:
             Exception: What the copy raised; the slot is not complete then.
@@ -68,6 +70,7 @@ class Filling:
         with self._changed:
             self._written = self._nbytes
             self._changed.notify()
+        self._copy = _nothing  # it holds the weights that were copied
 
     def _pass_on(self) -> None:
         while self._passed_on < self._nbytes:
@@ -82,4 +85,9 @@ class Filling:
                 for take in following:
                     with contextlib.suppress(TransferFailed):  # its own link ends by that
                         take(there)
-                        self._followers.append(take)
+                        if there < self._nbytes:
+                            self._followers.append(take)
+
+
+def _nothing() -> Iterator[int]:
+    yield from ()

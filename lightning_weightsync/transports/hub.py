@@ -1,8 +1,8 @@
 """What does a sender own? Its links, the rendezvous, run and version, and the order of pushes.
 
 A scheme on its own makes a hub; a collector group lends its own to all its schemes, so that several models travel as
-one version over one link per worker. How errands run side by side is in ``delivery``; what a push is to a worker is
-here.
+one version over one link per worker. How errands run side by side is in ``dispatcher``, and what a push is to a worker
+in ``pushing``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from lightning_weightsync.errors import (
     WorkerDied,
 )
 from lightning_weightsync.transports.base import TransferFailed
-from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, Message
-from lightning_weightsync.transports.delivery import Dispatcher, Errand
-from lightning_weightsync.transports.link import LinkState, WorkerLink
-from lightning_weightsync.transports.meeting import Values, from_text, to_text
+from lightning_weightsync.transports.control import ChannelClosed, Message
+from lightning_weightsync.transports.dispatcher import Dispatcher
+from lightning_weightsync.transports.errand import Errand
+from lightning_weightsync.transports.link import LinkState, WorkerLink, silent_for
+from lightning_weightsync.transports.meeting import Addresses, from_text, to_text
 from lightning_weightsync.transports.pushing import (
     Announcement,
     Delivery,
@@ -112,18 +113,8 @@ class LinkHub:
         return self._rendezvous.info
 
     def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
-        """The targeted indices.
-
-        Raises:
-            ValueError: An index is not in ``0 .. num_workers - 1``.
-        """
-        if worker_ids is None:
-            return list(range(self.num_workers))
-        ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
-        for index in ids:
-            if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.num_workers:
-                raise ValueError(f"worker_ids holds {index!r}; workers are numbered 0 .. {self.num_workers - 1}")
-        return list(dict.fromkeys(ids))
+        """The targeted indices; see the function of this name."""
+        return check_ids(worker_ids, self.num_workers)
 
     def check_open(self) -> None:
         """See whether this end is still there.
@@ -154,7 +145,7 @@ class LinkHub:
             link = self.links.get(index)
             quiet = time.monotonic() - link.channel.last_heard if link is not None else 0.0
             if link is not None and link.state is LinkState.OPEN and quiet > self.heartbeat_timeout:
-                self.dispatcher.give_up(link, TimeoutError(f"silent for {quiet:.1f} s (heartbeat_timeout)"))
+                self.dispatcher.give_up(link, silent_for(quiet))
 
     @contextlib.contextmanager
     def connecting(self, deadline: float) -> Iterator[None]:
@@ -207,15 +198,8 @@ class LinkHub:
             self._joining[index] = link
             self.dispatcher.watch(link)
             try:
-                link.channel.send(
-                    "welcome",
-                    run=self.run,
-                    version=self.version,
-                    generation=generation,
-                    heartbeat_timeout=float(self.heartbeat_timeout),
-                    deadline=deadline,
-                )
-            except (ChannelClosed, ChannelTimeout) as error:  # whoever asks it next is told
+                link.channel.send("welcome", generation=generation, heartbeat_timeout=float(self.heartbeat_timeout))
+            except ChannelClosed as error:  # whoever asks it next is told
                 self.dispatcher.give_up(link, error)
         if self._closed.is_set():  # meanwhile: these links were not there yet
             self._end_links()
@@ -292,7 +276,7 @@ class LinkHub:
         self.check_open()
         answers = Answers()
         errands = []
-        for link in links:
+        for link in list(links):  # of a hub: another thread may admit a worker, or have one leave
             if link.state is not LinkState.OPEN:
                 answers.failed[link.worker_idx] = _down(link.worker_idx, link, phase)
             else:
@@ -303,27 +287,30 @@ class LinkHub:
             if errand.reply is not None:
                 answers.replies[errand.link.worker_idx] = errand.reply
             else:
-                answers.failed[errand.link.worker_idx] = errand.error or ChannelClosed("not asked")
+                answers.failed[errand.link.worker_idx] = errand.error or ChannelClosed("the sender was shut down")
         return answers
 
-    def swap(self, link: WorkerLink, model_id: str, ours: Values, deadline: float) -> Values:
-        """Tell a worker our values for a meeting in a pair group, and return its own; blocks on it.
+    def swap(self, link: WorkerLink, model_id: str, ours: Addresses, deadline: float) -> Addresses:
+        """Tell a worker our addresses for a meeting in a pair group, and return its own; blocks on it.
 
         Raises:
             TransferFailed: It did not tell; its link is lost then.
         """
 
         def request(link: WorkerLink) -> None:
-            link.channel.send("meet", model_id=model_id, values=to_text(ours), deadline=deadline)
+            link.channel.send("meet", model_id=model_id, addresses=to_text(ours))
 
         phase = f"meeting for {model_id!r}"
         answers = self.ask([link], request, {"meet"}, phase=phase, deadline=deadline)
         if answers.failed:
             raise TransferFailed("the worker did not come to the pair group") from answers.failed[link.worker_idx]
-        return from_text(answers.replies[link.worker_idx]["values"])
+        return from_text(answers.replies[link.worker_idx]["addresses"])
 
     def close(self) -> None:
-        """End every link in good order, stop listening, and unblock whoever waits. Idempotent, never blocks."""
+        """End every link in good order, stop listening, and unblock whoever waits. Idempotent.
+
+        Blocks on no worker; whoever drives leaves within a twentieth of a second.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
@@ -334,7 +321,7 @@ class LinkHub:
     def _end_links(self) -> None:
         for link in (*self.links.values(), *self._joining.values()):
             if link.state is LinkState.OPEN:
-                with contextlib.suppress(ChannelClosed, ChannelTimeout):
+                with contextlib.suppress(ChannelClosed):
                     link.channel.try_send("close")
             link.end()
 
@@ -356,23 +343,42 @@ class LinkHub:
 
     def lose(self, link: WorkerLink, phase: str, seconds: float, error: Exception) -> Exception:
         """End a link that cannot be used any more; returns the cause that the user is shown."""
-        who = f"worker {link.worker_idx} (pid {link.pid})"
-        last = f"it holds version {link.version}" if link.version >= 0 else "it holds no version yet"
+        if link.state is not LinkState.OPEN:  # somebody else has ended it meanwhile
+            return link.cause or WeightSyncError(f"{link.name}: the link was closed (phase: {phase})")
+        holds = f"it holds version {link.version}" if link.version >= 0 else "it holds no version yet"
+        where = f"{error}; {holds} (phase: {phase}, after {seconds:.1f} s)"
         if self._closed.is_set():  # nothing is wrong with the worker
             link.end()
-            return WeightSyncError(f"{who}: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
-        cause: Exception
+            return WeightSyncError(f"{link.name}: {where}")
         death = self.watcher.cause_of_death(link.worker_idx, 0.5) if self.watcher and _is_end(error) else None
-        if death is not None:
-            cause = death
-        elif isinstance(error, TimeoutError):
-            cause = WeightSyncTimeout(f"{who}: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
-        else:
-            cause = WorkerDied(f"{who} is gone: {error}; {last} (phase: {phase}, after {seconds:.1f} s)")
+        cause = death or _cause(link, error, where)
         with contextlib.suppress(ChannelClosed):  # a worker that was stopped, or replaced, reads it when it goes on
             link.channel.try_send("refused", reason=str(error))
         link.end(cause)
         return cause
+
+
+def _cause(link: WorkerLink, error: Exception, where: str) -> Exception:
+    if isinstance(error, TimeoutError):
+        return WeightSyncTimeout(f"{link.name}: {where}")
+    if isinstance(error, OSError):
+        return WorkerDied(f"{link.name} is gone: {where}")
+    return WeightSyncError(f"{link.name} was given up: {where}")  # for an error of the sender's own
+
+
+def check_ids(worker_ids: int | Sequence[int] | None, num_workers: int) -> list[int]:
+    """The targeted indices, each once; ``None`` means all.
+
+    Raises:
+        ValueError: An index is not in ``0 .. num_workers - 1``.
+    """
+    if worker_ids is None:
+        return list(range(num_workers))
+    ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+    for index in ids:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < num_workers:
+            raise ValueError(f"worker_ids holds {index!r}; workers are numbered 0 .. {num_workers - 1}")
+    return list(dict.fromkeys(ids))
 
 
 def _is_end(error: Exception) -> bool:
@@ -382,6 +388,4 @@ def _is_end(error: Exception) -> bool:
 def _down(index: int, link: WorkerLink | None, phase: str) -> Exception:
     if link is None:
         return WorkerDied(f"worker {index} has not connected (phase: {phase})")
-    return WorkerDied(
-        f"worker {index} (pid {link.pid}) is {link.state.value} (phase: {phase}): {link.cause or 'closed'}"
-    )
+    return WorkerDied(f"{link.name} is {link.state.value} (phase: {phase}): {link.cause or 'closed'}")

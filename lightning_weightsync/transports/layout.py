@@ -10,7 +10,6 @@ Names are dotted. Leaves that share memory exactly (tied weights) are stored onc
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -60,7 +59,7 @@ class Leaf:
 
     def describe(self) -> str:
         """Dtype and shape, as errors show them."""
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -124,11 +123,6 @@ class WeightLayout:
         stored = {leaf.name: leaf for leaf in self.leaves}
         return stored | {alias: stored[name] for alias, name in self.aliases.items()}
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of the layout, as hexadecimal digits: equal exactly where names, shapes, dtypes and aliases are."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
-
     def cast(self, dtype: torch.dtype) -> WeightLayout:
         """The same leaves, with floating-point ones in another dtype."""
         name = str(dtype).removeprefix("torch.")
@@ -186,6 +180,11 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
     """Equal for two tensors exactly where they are the same values at the same place."""
     lazy = (tensor.is_conj(), tensor.is_neg())
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy
+
+
+def describe(tensor: Tensor) -> str:
+    """Dtype and shape, as errors show them."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

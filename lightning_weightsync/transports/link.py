@@ -57,6 +57,11 @@ class WorkerLink:
     cause: Exception | None = None
     _on_end: list[Callable[[], None]] = field(default_factory=list)
 
+    @property
+    def name(self) -> str:
+        """What errors call the worker."""
+        return f"worker {self.worker_idx} (pid {self.pid})"
+
     def when_ended(self, release: Callable[[], None]) -> None:
         """Have ``release`` called once when the link ends: what a scheme holds for this worker goes with it."""
         if self.state is LinkState.OPEN:
@@ -75,3 +80,8 @@ class WorkerLink:
         for release in self._on_end:
             release()
         self._on_end.clear()
+
+
+def silent_for(seconds: float) -> TimeoutError:
+    """Why a link is given up whose worker has not been heard for longer than ``heartbeat_timeout``."""
+    return TimeoutError(f"silent for {seconds:.1f} s (heartbeat_timeout)")

@@ -1,4 +1,4 @@
-"""How do the two ends of a process group find each other without a store? Their values travel over a channel of theirs.
+"""How do the two ends of a process group find each other without a store? Over a channel of theirs.
 
 ``torch.distributed`` builds a group around a key-value store. Its own one is a server that anybody who reaches its port
 may read, fill and overwrite, for as long as the group lives. The two ends of a pair have an authenticated channel
@@ -16,37 +16,38 @@ from lightning_weightsync.transports.base import TransferFailed
 
 _NCCL_IDENTIFIER = 128  # bytes of an ncclUniqueId
 
-Values = Mapping[str, bytes]
+Addresses = Mapping[str, bytes]
+"""What one end has set, by key: where it listens, or the identifier of an NCCL group."""
 
-Exchange = Callable[[Values, float], Values]
-"""``exchange(ours, deadline)`` gives our values to the other end and returns its own; blocks on it.
+Exchange = Callable[[Addresses, float], Addresses]
+"""``exchange(ours, deadline)`` gives our addresses to the other end and returns its own; blocks on it.
 
 Raises ``TransferFailed`` or a ``TimeoutError`` if the other end is gone or late (monotonic clock, seconds).
 """
 
 
-def to_text(values: Values) -> dict[str, str]:
-    """Values as the control channel carries them."""
-    return {key: value.hex() for key, value in values.items()}
+def to_text(addresses: Addresses) -> dict[str, str]:
+    """Addresses as the control channel carries them."""
+    return {key: value.hex() for key, value in addresses.items()}
 
 
-def from_text(values: Mapping[str, object]) -> Values:
-    """Values that came over the control channel.
+def from_text(addresses: Mapping[str, object]) -> Addresses:
+    """Addresses that came over the control channel.
 
     Raises:
         TransferFailed: They are none.
     """
     try:
-        return {key: bytes.fromhex(value) for key, value in values.items()}  # type: ignore[arg-type]
+        return {key: bytes.fromhex(value) for key, value in addresses.items()}  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise TransferFailed(f"the other end told something that is no address: {error}") from error
 
 
 class Meeting(Store):
-    """One end's view of what both have set. The other end's values are fetched at the first look at one of them.
+    """One end's view of what both have set. The other end's addresses are fetched at the first look at one of them.
 
     Args:
-        exchange: Swaps the two ends' values; called once.
+        exchange: Swaps the two ends' addresses; called once.
         deadline: On the monotonic clock, in seconds.
     """
 
@@ -55,7 +56,7 @@ class Meeting(Store):
         self._exchange = exchange
         self._deadline = deadline
         self._ours: dict[str, bytes] = {}
-        self._theirs: Values | None = None
+        self._theirs: Addresses | None = None
 
     @property
     def published(self) -> bytes:
@@ -67,7 +68,7 @@ class Meeting(Store):
         self._ours[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Called by the group; blocks until the other end has told its values."""
+        """Called by the group; blocks until the other end has told its addresses."""
         if key in self._ours:
             return self._ours[key]
         if self._theirs is None:
@@ -89,7 +90,7 @@ class Meeting(Store):
 class LateMeeting(Meeting):
     """The ends of an NCCL group: one makes an identifier with its first transfer, the other asks for it.
 
-    So the values are swapped when the identifier is set, or asked for.
+    So the addresses are swapped when the identifier is set, or asked for.
     """
 
     def set(self, key: str, value: str | bytes) -> None:

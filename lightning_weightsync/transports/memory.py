@@ -5,7 +5,6 @@ It has no name, so nothing is left on disk or in ``/dev/shm`` however its owners
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import tempfile
@@ -13,9 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class SlotMemory:
@@ -59,8 +55,3 @@ def map_memory(descriptor: int, nbytes: int) -> Tensor:
     if os.fstat(descriptor).st_size < nbytes:
         os.ftruncate(descriptor, nbytes)
     return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-
-
-def same_bytes(one: int, other: int, nbytes: int) -> bool:
-    """Whether as many bytes at two addresses are equal; stops at the first difference."""
-    return bool(_libc.memcmp(one, other, nbytes) == 0)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from typing import Any
 
 from lightning_weightsync.transports.control import ChannelClosed, ControlChannel
 
 
 class PostingChannel(ControlChannel):
-    """A channel that is sent on without blocking; deadlines are those of the answers.
+    """A channel that is sent on without blocking: deadlines are those of the answers.
 
     A descriptor that is handed over has to stay open until it has left, or the channel is closed.
 
@@ -24,6 +25,10 @@ class PostingChannel(ControlChannel):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._waiting: deque[tuple[memoryview, int]] = deque()
+
+    def send(self, kind: str, blob: bytes = b"", *, descriptor: int = -1, **fields: Any) -> None:
+        """Send one message; what there is no room for waits. Never blocks; see ``ControlChannel.send``."""
+        self.send_frame(self.encode(kind, blob, **fields), descriptor=descriptor)
 
     @property
     def has_mail(self) -> bool:

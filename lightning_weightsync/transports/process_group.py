@@ -65,10 +65,10 @@ class _Pair:
         except RuntimeError as error:
             raise TransferFailed(f"the pair group was not formed: {_first_line(error)}") from error
         self._meeting = meeting
-        self._groups.formed(meeting)
         try:
+            self._groups.formed(meeting)
             self._prove(min(deadline, time.monotonic() + _PROOF_SECONDS))
-        except TransferFailed as error:
+        except OSError as error:
             self.close()
             raise TransferFailed(f"the other end of the pair group did not prove who it is: {error}") from error
         if self._closed:  # by another thread, meanwhile
@@ -152,10 +152,11 @@ class ProcessGroupSender(_Pair):
         # The work object does not keep the tensor alive in every release: hold the slot here until it has left.
         self._slot = slot
         self._sending = []
-        if slot.filling is None:
+        filling = slot.filling
+        if filling is None:
             self._send_until(slot, nbytes)
         else:
-            slot.filling.follow(lambda there: self._send_until(slot, there))
+            filling.follow(lambda there: self._send_until(slot, there))
         return ticket
 
     def _send_until(self, slot: Slot, there: int) -> None:

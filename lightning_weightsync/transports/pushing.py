@@ -1,6 +1,6 @@
 """What becomes of one push? Its payloads, its announcement to each worker, and the handle that tells.
 
-A push to one worker is an errand (see ``delivery``); this module says what its request is and what its answer means.
+A push to one worker is an errand (see ``errand``); this module says what its request is and what its answer means.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,10 +21,14 @@ from lightning_weightsync.errors import (
     WorkerError,
 )
 from lightning_weightsync.transports.base import SenderTransport, TransferFailed
-from lightning_weightsync.transports.control import ChannelClosed, Message
-from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
+from lightning_weightsync.transports.control import MAX_BLOB, ChannelClosed, Message
+from lightning_weightsync.transports.dispatcher import Dispatcher
+from lightning_weightsync.transports.errand import Errand, ErrandState
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.slots import Slot, SlotPool
+
+_BESIDE = 128 << 10
+"""Bytes of room for what is in an announcement beside a model's extra state: its weights, if they are small."""
 
 _ACKNOWLEDGEMENTS = frozenset({"applied", "failed"})
 
@@ -38,6 +42,19 @@ class Payload:
     slot: Slot
     transport: SenderTransport
     extra: bytes = b""
+
+
+def check_size(payloads: Mapping[int, Sequence[Payload]]) -> None:
+    """See whether the extra states of all models of a push fit into one announcement.
+
+    Raises:
+        TypeError: They are too large for a worker, together.
+    """
+    for several in payloads.values():
+        size = sum(len(payload.extra) for payload in several)
+        if size > MAX_BLOB - len(several) * _BESIDE:
+            names = ", ".join(repr(payload.model_id) for payload in several)
+            raise TypeError(f"the extra states of {names} take {size} bytes together; at most {MAX_BLOB} are carried")
 
 
 class PushState(Enum):
@@ -101,12 +118,14 @@ class PushHandle:
             ``DONE`` or ``SUPERSEDED``.
 
         Raises:
-            WeightSyncError: Some worker failed; ``.failed`` names each.
+            WeightSyncError: Some worker failed; ``.failed`` names each. Or the sender was shut down.
             WeightSyncTimeout: It is not settled after ``timeout`` seconds; it goes on.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._dispatcher.wait(self.errands, deadline):
             late = sorted(e.link.worker_idx for e in self.errands if not e.final)
+            if timeout is None:
+                raise WeightSyncError(f"{self.phase}: the sender was shut down while it waited for workers {late}")
             raise WeightSyncTimeout(f"{self.phase} is not settled after {timeout:.1f} s: waiting for workers {late}")
         if self.failed:
             raise failure(self.failed, self.phase)
@@ -136,7 +155,7 @@ class Announcement:
             budget = max(0.0, self._deadline - self._margin - now) // self._grain * self._grain
             frame = link.channel.encode("push", blob, models=models, budget=budget, **self._fields)
             self._cached = (now, (models, blob), frame)
-        link.channel.send_frame(self._cached[2], deadline=self._deadline)
+        link.channel.send_frame(self._cached[2])
 
 
 class Delivery:
@@ -212,8 +231,7 @@ class Delivery:
                 with contextlib.suppress(TransferFailed):  # then the next transfer fails, with a deadline
                     payload.transport.settled(link.worker_idx, payload.slot, applied=applied)
         elif errand.error is not None:
-            late = isinstance(errand.error, TimeoutError)  # not sent: the link is as it was
-            handle.failed[link.worker_idx] = WeightSyncTimeout(str(errand.error)) if late else errand.error
+            handle.failed[link.worker_idx] = errand.error
         for payload in self._payloads:
             if reply is None and self._sent:  # the worker may have it mapped, or a transfer may still be reading it
                 payload.pool.retire_all(self)
@@ -229,7 +247,7 @@ class Delivery:
         ]
         if others:
             self._handle.failed[link.worker_idx] = WeightSyncError(
-                f"worker {link.worker_idx} (pid {link.pid}) has applied other bytes of {', '.join(others)} than were "
+                f"{link.name} has applied other bytes of {', '.join(others)} than were "
                 f"sent as version {self._handle.version} (verify=True)"
             )
 
@@ -262,7 +280,7 @@ def _bytes_of(slot: Slot) -> bytes:
 
 def _reported(link: WorkerLink, phase: str, reply: Message) -> Exception:
     """The exception that a worker told of; its link stays up and it keeps the version that it had."""
-    text = f"worker {link.worker_idx} (pid {link.pid}) kept version {link.version}: {reply['message']} (phase: {phase})"
+    text = f"{link.name} kept version {link.version}: {reply['message']} (phase: {phase})"
     if reply["reason"] == "deadline":
         return WeightSyncTimeout(text)
     if reply["reason"] == "stale":

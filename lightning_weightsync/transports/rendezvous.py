@@ -37,6 +37,14 @@ _AT_ONCE = 64
 _QUEUE = 1024
 _STRANGERS_BUFFER, _BUFFER = 1 << 12, 1 << 17
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+# accept(2) on Linux tells errors of the network that the new connection has met already; EBADF: closed by `close`.
+_NOBODY = {errno.EBADF} | {
+    getattr(errno, name)
+    for name in (
+        "ENETDOWN", "EPROTO", "ENOPROTOOPT", "EHOSTDOWN", "ENONET", "EHOSTUNREACH", "EOPNOTSUPP", "ENETUNREACH"
+    )
+    if hasattr(errno, name)
+}  # fmt: skip
 MAGIC = b"LWS1"
 NONCE = 32
 MAC = hashlib.sha256().digest_size
@@ -46,12 +54,14 @@ class StoreInfo(TypedDict):
     """Where a sender can be reached, and the key that lets one in. Keep it as secret as the run.
 
     ``local`` names the Unix socket for workers of the sender's host; it is empty where there is none.
+    ``connect_timeout`` is how long the sender waits for all of them, in seconds.
     """
 
     host: str
     port: int
     authkey: str
     local: NotRequired[str]
+    connect_timeout: NotRequired[float]
 
 
 Proofs = tuple[bytes, bytes]
@@ -97,7 +107,12 @@ def check_host(host: str) -> None:
 
 
 def bind_listener(host: str) -> socket.socket:
-    """A listening TCP socket on ``host``, on a port that the kernel picks."""
+    """A listening TCP socket on ``host``, on a port that the kernel picks.
+
+    Raises:
+        ValueError: See ``check_host``.
+        OSError: The name does not resolve, or is no address of this machine.
+    """
     check_host(host)
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
@@ -197,6 +212,8 @@ class Rendezvous:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
+                if error.errno in _NOBODY:
+                    return
                 if error.errno not in _OUT_OF_DESCRIPTORS or not pending:
                     raise
                 _drop_oldest(selector, pending)
@@ -242,7 +259,6 @@ class Rendezvous:
             client.channel.send(
                 "refused",
                 reason=f"worker_idx={index} is not expected now, but {sorted(missing - joined.keys())}",
-                deadline=time.monotonic() + 1.0,
             )
         client.channel.close()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import time
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,21 @@ from lightning_weightsync.transports.control import ChannelClosed
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.memory import SlotMemory
 from lightning_weightsync.transports.slots import Slot, SlotPool
+
+
+@dataclass(eq=False)
+class _Worker:
+    """What the sender knows of one worker.
+
+    Attributes:
+        link: To it.
+        holds: Whether it keeps a slot as its current weights after it has applied it.
+        known: The slots that it has been told of.
+    """
+
+    link: WorkerLink
+    holds: bool
+    known: set[int] = field(default_factory=set)
 
 
 class SharedMemoryTransport:
@@ -35,9 +50,7 @@ class SharedMemoryTransport:
     def __init__(self, model_id: str, pool: SlotPool) -> None:
         self.model_id = model_id
         self._pool = pool
-        self._links: dict[int, WorkerLink] = {}
-        self._known: dict[int, set[int]] = {}
-        self._holding: dict[int, bool] = {}
+        self._workers: dict[int, _Worker] = {}
         pool.when_retired.append(self._tell_retired)
 
     def add(self, link: WorkerLink, *, holds: bool) -> None:
@@ -47,9 +60,7 @@ class SharedMemoryTransport:
             link: To a worker of this host.
             holds: Whether it keeps a slot as its current weights after it has applied it, or copies and is done.
         """
-        self._links[link.worker_idx] = link
-        self._known[link.worker_idx] = set()
-        self._holding[link.worker_idx] = holds
+        self._workers[link.worker_idx] = _Worker(link, holds)
         link.when_ended(lambda: self._lost(link))
 
     def connect(self, deadline: float) -> None:
@@ -57,41 +68,44 @@ class SharedMemoryTransport:
 
     def send(self, worker_idx: int, slot: Slot) -> Ticket:
         """Name the slot; its descriptor goes ahead the first time a worker hears of it."""
-        link, known = self._links[worker_idx], self._known[worker_idx]
-        if slot.index not in known:
-            known.add(slot.index)
-            link.channel.send(
+        worker = self._workers.get(worker_idx)
+        if worker is None:
+            raise TransferFailed(f"worker {worker_idx} is lost")
+        if slot.index not in worker.known:
+            worker.known.add(slot.index)
+            worker.link.channel.send(
                 "slot",
                 model_id=self.model_id,
                 index=slot.index,
                 nbytes=self._pool.nbytes,
-                deadline=time.monotonic() + 10.0,
                 descriptor=slot.descriptor,
             )
         return {"slot": slot.index}
 
     def settled(self, worker_idx: int, slot: Slot, *, applied: bool) -> None:
         """A worker has answered: if it has applied the slot, it holds this one and no other."""
-        if applied and self._holding.get(worker_idx) and self._links[worker_idx].state is LinkState.OPEN:
-            holder = ("worker", worker_idx, self._links[worker_idx].generation)
-            self._pool.hold_only(slot, holder)
+        worker = self._workers.get(worker_idx)
+        if applied and worker is not None and worker.holds and worker.link.state is LinkState.OPEN:
+            self._pool.hold_only(slot, ("worker", worker_idx, worker.link.generation))
 
     def close(self) -> None:
         """Nothing of its own: the pool is its owner's."""
 
     def _lost(self, link: WorkerLink) -> None:
-        if self._links.get(link.worker_idx) is link:
-            del self._links[link.worker_idx]
-            self._known.pop(link.worker_idx, None)
+        worker = self._workers.get(link.worker_idx)
+        if worker is not None and worker.link is link:
+            del self._workers[link.worker_idx]
         # The process may be stopped rather than dead, and read on: what it has mapped is never written again.
         self._pool.retire_all(("worker", link.worker_idx, link.generation))
 
     def _tell_retired(self, index: int) -> None:
-        for worker_idx, known in list(self._known.items()):
-            if index in known:
-                known.discard(index)
-                with contextlib.suppress(ChannelClosed):  # then it is about to be lost itself
-                    self._links[worker_idx].channel.try_send("retire", model_id=self.model_id, index=index)
+        """Called by whoever lets go of a slot last, while another thread may lose a worker, or send to it."""
+        for worker in list(self._workers.values()):
+            if index in worker.known:
+                worker.known.discard(index)
+                # Not try_send: what there is no room for now leaves before the next ticket does.
+                with contextlib.suppress(ChannelClosed):  # it is lost, or about to be
+                    worker.link.channel.send("retire", model_id=self.model_id, index=index)
 
 
 class SharedMemoryReceiver:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from lightning_weightsync.errors import WeightSyncError
+from lightning_weightsync.transports.comparing import same_bytes
 from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.layout import WeightLayout
-from lightning_weightsync.transports.memory import create_memory_file, map_memory, same_bytes
+from lightning_weightsync.transports.memory import create_memory_file, map_memory
 
 Ranges = list[tuple[int, int]]
 """Of bytes: each from the first to one past the last, ascending, without overlap."""
@@ -81,6 +82,7 @@ class SlotPool:
         self._made = 0
         self._mutex = threading.RLock()
         self._any_retired = False
+        self._closed = False
 
     def prefault(self, count: int) -> None:
         """Make slots and touch their pages now: the first touch of a slot costs several times a later write."""
@@ -92,7 +94,7 @@ class SlotPool:
         """A slot that nobody holds, now held by ``holder``; ``None`` while every slot is held.
 
         Raises:
-            WeightSyncError: One more could be made, and there is no memory for it.
+            WeightSyncError: One more could be made, and there is no memory for it; or the pool was closed.
         """
         with self._mutex:
             in_use = [slot for slot in self._slots.values() if not slot.retired]
@@ -163,8 +165,9 @@ class SlotPool:
         self._dispose()
 
     def close(self) -> None:
-        """Give every slot up. The memory goes when its last user has unmapped it."""
+        """Give every slot up; no more are made. The memory goes when its last user has unmapped it."""
         with self._mutex:
+            self._closed = True
             for slot in self._slots.values():
                 _close(slot)
                 slot.holders.clear()  # one that knows the slots that it holds would keep them, and they it
@@ -188,6 +191,8 @@ class SlotPool:
                 tell(slot.index)
 
     def _make(self) -> Slot:
+        if self._closed:  # by another thread, meanwhile
+            raise WeightSyncError("the slots were given up: this end was shut down")
         descriptor = -1
         try:
             if self.shared:
@@ -212,3 +217,4 @@ def _close(slot: Slot) -> None:
     if slot.descriptor >= 0:
         os.close(slot.descriptor)
         slot.descriptor = -1
+    slot.filling = None  # one that has failed knows the slot, and weights that were given

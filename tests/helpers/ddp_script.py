@@ -20,8 +20,8 @@ from torchmetrics import MeanMetric
 
 from tests.helpers.collectors import Sluggish, stamped_collector
 from tests.helpers.fit import ManualLearner, make_callback, make_group, make_trainer
+from tests.helpers.holdings import tcp_listeners
 from tests.helpers.policies import sha256
-from tests.helpers.processes import listening_ports
 
 DEFAULTS: dict[str, Any] = {
     "strategy": "ddp",
@@ -103,7 +103,7 @@ class Last(Callback):
             "workers": sorted(group.digest().values()),
             "pids": [stat["pid"] for stat in group.stats().values()],
             "seeds": [group._seed_of(index) for index in range(group.num_workers)],
-            "ports": sorted({address for address, _ in listening_ports()}),
+            "ports": sorted({address for address, _ in tcp_listeners(os.getpid())}),
             "num_pushes": self.notes.update.num_pushes,
             "rank": trainer.global_rank,
         }

@@ -12,12 +12,11 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 
-from examples import cartpole_ppo
 from examples.cartpole_nets import Actor
 from lightning_weightsync import CollectorGroup as WholeGroup
 from lightning_weightsync import DistributedWeightSyncScheme, GymCollector
+from tests.helpers.evaluated_ppo import EvaluatedPPO
 
 _LITTLE = {
     "accelerator": "cpu",
@@ -44,16 +43,11 @@ def group_of_little(factory: Any, num_workers: int, **options: Any) -> WholeGrou
     return WholeGroup(factory, 0, **options)
 
 
-class PPO(cartpole_ppo.PPO):
+class PPO(EvaluatedPPO):
     """The example's module, with the ``validation_step`` that the pages tell of."""
 
     def __init__(self) -> None:
         super().__init__(epochs=1)
-
-    def validation_step(self, batch: TensorDictBase, batch_idx: int) -> Tensor:
-        """Log the return."""
-        self.log("val/episode_return", batch["episode_return"])
-        return batch["episode_return"]
 
 
 pl = SimpleNamespace(

@@ -1,15 +1,21 @@
-"""What does a process hold that it should have given back? Threads, listening ports, file descriptors (Linux)."""
+"""What does a process hold? Threads, listening sockets, file descriptors, memory (Linux)."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import socket
+import struct
 import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-_LISTEN = "0A"
+Address = tuple[str, int]
+
+_LISTENS = "0A"
+_UNIX_LISTENS = 1 << 16
 _NATIVE_THREADS_OF_OURS = ("gloo", "pt_gloo", "pt_tcpstore")
 
 
@@ -23,12 +29,10 @@ class Holdings(NamedTuple):
 
 def holdings() -> Holdings:
     """Python threads, native threads of gloo and of stores, listening TCP addresses, kinds of open descriptors."""
-    links = _descriptors()
-    inodes = {link.removeprefix("socket:[").removesuffix("]") for link in links.values()}
-    ports = [row[1] for row in _tcp_rows() if row[3] == _LISTEN and row[9] in inodes]
+    ports = [f"{host}:{port}" for host, port in tcp_listeners(os.getpid())]
     python = [thread.name for thread in threading.enumerate()]
     native = [name for name in _native_threads() if name.startswith(_NATIVE_THREADS_OF_OURS)]
-    kinds = [link.split(":")[0] for link in links.values()]
+    kinds = [link.split(":")[0] for link in _descriptors(os.getpid()).values()]
     return Holdings(tuple(sorted(python + native)), tuple(sorted(ports)), tuple(sorted(kinds)))
 
 
@@ -49,25 +53,49 @@ def leftovers(before: Holdings, *, patience: float = 2.0) -> str:
         time.sleep(0.02)
 
 
+def tcp_listeners(pid: int) -> set[Address]:
+    """(host, port) of each TCP socket that a process listens on."""
+    inodes, found = _socket_inodes(pid), set()
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        table = Path(f"/proc/{pid}/net/{name}")
+        for row in table.read_text().splitlines()[1:] if table.exists() else ():
+            fields = row.split()
+            if fields[3] == _LISTENS and fields[9] in inodes:
+                words, _, port = fields[1].partition(":")
+                packed = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
+                found.add((socket.inet_ntop(family, packed), int(port, 16)))
+    return found
+
+
+def unix_listeners(pid: int) -> set[str]:
+    """Names of the Unix sockets that a process listens on; abstract ones begin with ``@``."""
+    inodes = _socket_inodes(pid)
+    rows = [row.split() for row in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
+    return {row[7] for row in rows if len(row) > 7 and row[6] in inodes and int(row[3], 16) & _UNIX_LISTENS}
+
+
+def num_sockets(pid: int) -> int:
+    """How many sockets a process has open."""
+    return len(_socket_inodes(pid))
+
+
 def resident_bytes() -> int:
     """Physical memory of the calling process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _descriptors() -> dict[int, str]:
+def _descriptors(pid: int) -> dict[int, str]:
     links = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the descriptor of the listing itself
-            continue
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            links[int(name)] = os.readlink(f"/proc/{pid}/fd/{name}")
     return links
 
 
-def _tcp_rows() -> list[list[str]]:
-    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
-    return [row.split() for table in tables if table.exists() for row in table.read_text().splitlines()[1:]]
+def _socket_inodes(pid: int) -> set[str]:
+    links = _descriptors(pid).values()
+    return {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
 
 
 def _native_threads() -> list[str]:

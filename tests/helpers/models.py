@@ -38,34 +38,3 @@ class WithExtraState(nn.Module):
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         pass
-
-
-def values(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters and buffers, non-persistent ones too."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {name: tensor.detach().clone() for name, tensor in named}
-
-
-def randomise(module: nn.Module, seed: int) -> nn.Module:
-    """Other values for every parameter and persistent buffer; returns the module."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in module.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape, generator=generator))
-            else:
-                tensor.copy_(torch.randint(0, 2, tensor.shape, generator=generator))
-    return module
-
-
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """Dtype, shape and bytes: equal exactly where two tensors are, NaNs and signed zeros included."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Equal names and, bit for bit, equal tensors."""
-    assert actual.keys() == expected.keys()
-    differing = [name for name in expected if bits(actual[name]) != bits(expected[name])]
-    assert differing == []

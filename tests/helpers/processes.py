@@ -1,4 +1,4 @@
-"""Which processes and ports has a run left? Processes are found by a marker in their environment."""
+"""Which processes has a run left, and what else? Processes are found by a marker in their environment."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.holdings import tcp_listeners
 
 MARKER = "LIGHTNING_WEIGHTSYNC_TEST_RUN"
 
@@ -36,12 +38,12 @@ def nothing_left(capture: Any) -> Iterator[Callable[[], list[int]]]:
     Args:
         capture: pytest's ``capfd``; workers inherit the descriptor.
     """
-    ports, threads = listening_ports(), our_threads()
+    ports, threads = tcp_listeners(os.getpid()), our_threads()
     with marked() as processes:
         yield processes
         assert wait_until(lambda: not processes(), 5), processes()
     assert not zombies()
-    assert listening_ports() <= ports
+    assert tcp_listeners(os.getpid()) <= ports
     assert our_threads() == threads
     printed = capture.readouterr().err
     # The latter are warnings and errors of torch's C++ side, of c10d above all.
@@ -87,33 +89,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def listening_ports() -> set[tuple[str, int]]:
-    """(hexadecimal address, port) of each TCP socket that this process listens on."""
-    own = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            own.add(os.readlink(descriptor))
-        except OSError:
-            continue
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                address, _, port = fields[1].rpartition(":")
-                found.add((address, int(port, 16)))
-    return found
-
-
 def our_threads() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if "weight-sync" in t.name)
 
 
-def wait_until(condition: Callable[[], object], seconds: float) -> bool:
-    """Whether the condition came true in time."""
+def wait_until(condition: Callable[[], object], seconds: float, pause: float = 0.05) -> bool:
+    """Whether the condition came true in time; it is looked at every ``pause`` seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(pause)
     return True

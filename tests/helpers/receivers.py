@@ -12,7 +12,6 @@ come clean at the end of one, is replaced. None outlives the session, however it
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import itertools
 import os
@@ -31,9 +30,10 @@ from typing import Any
 
 import cloudpickle
 
+from benchmarks.parent import end_with_parent
+
 START_SECONDS = 60.0
 CALL_SECONDS = 20.0
-_PR_SET_PDEATHSIG = 1
 
 
 class ProcessEnded(Exception):
@@ -240,8 +240,7 @@ def _clean_up(box: SimpleNamespace) -> str:
 
 
 def _main(descriptor: int) -> None:
-    if sys.platform == "linux":  # a stopped process does not notice the end of its connection
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # a stopped process does not notice the end of its connection
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     connection = Connection(descriptor)

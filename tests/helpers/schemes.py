@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_weightsync import DistributedWeightSyncScheme
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.receiver import ReceiverLink
+from tests.helpers.leaves import leaves_of, scramble
 from tests.helpers.receivers import ReceiverPool, ReceiverProcess
 
 PUSH_SECONDS = 20.0
@@ -197,55 +198,16 @@ class Link:
         self.receiver_link.end()
 
 
-def leaves_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a module's parameters and persistent buffers."""
-    return {name: leaf.detach().clone() for name, leaf in model.state_dict().items()}
-
-
-def raw(tensor: Tensor) -> bytes:
-    """The bytes of a tensor: what "bit for bit" compares (NaN is not equal to itself, and -0.0 is equal to 0.0)."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def assert_same_bits(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Same names, dtypes, shapes and bytes."""
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape), name
-        assert raw(got[name]) == raw(tensor), f"{name} differs"
-
-
 def assert_text(error: BaseException, *patterns: str) -> None:
     """Each pattern is found in what the error says."""
     for pattern in patterns:
         assert re.search(pattern, str(error)), f"{pattern!r} is not in {str(error)!r}"
 
 
-def fill(model: nn.Module, value: float) -> None:
-    """Every leaf of a module holds this value, as far as its dtype can."""
-    with torch.no_grad():
-        for leaf in model.state_dict().values():
-            leaf.fill_(value)
-
-
-def randomise(tensors: Iterable[Tensor], seed: int) -> None:
-    """Random bytes in every tensor: values that no conversion would leave as they are."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor.dtype is torch.bool:
-                tensor.copy_(torch.randint(0, 2, tensor.shape, generator=generator).bool())
-            elif tensor.numel():
-                size = tensor.numel() * tensor.element_size()
-                noise = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
-                tensor.copy_(noise.view(tensor.dtype).view(tensor.shape))
-
-
 def altered(model: nn.Module) -> nn.Module:
     """A copy of a module that agrees with it in no leaf."""
     other = copy.deepcopy(model)
-    randomise(other.state_dict().values(), seed=999)
+    scramble(other.state_dict().values(), seed=999)
     return other
 
 

@@ -1,53 +1,21 @@
-"""Who can connect to a process, and what do those do who should not? Listening sockets by process, and a flood.
+"""What do those do who can connect to a process and should not? A flood.
 
-Run as a program, it is the flood: ``python -m tests.helpers.strangers CONNECTIONS NOISE BEFORE TARGET...``.
+Run as a program, it is one: ``python -m tests.helpers.strangers CONNECTIONS NOISE BEFORE TARGET...``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import resource
 import select
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import TracebackType
 
-_LISTENS = "0A"
-_UNIX_LISTENS = 1 << 16
-
 Address = tuple[str, int]
-
-
-def tcp_listeners(pid: int) -> set[Address]:
-    """(host, port) of each TCP socket that a process listens on."""
-    inodes, found = _socket_inodes(pid), set()
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        table = Path(f"/proc/{pid}/net/{name}")
-        for row in table.read_text().splitlines()[1:] if table.exists() else ():
-            fields = row.split()
-            if fields[3] == _LISTENS and fields[9] in inodes:
-                words, _, port = fields[1].partition(":")
-                packed = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
-                found.add((socket.inet_ntop(family, packed), int(port, 16)))
-    return found
-
-
-def unix_listeners(pid: int) -> set[str]:
-    """Names of the Unix sockets that a process listens on; abstract ones begin with ``@``."""
-    inodes = _socket_inodes(pid)
-    rows = [row.split() for row in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
-    return {row[7] for row in rows if len(row) > 7 and row[6] in inodes and int(row[3], 16) & _UNIX_LISTENS}
-
-
-def num_sockets(pid: int) -> int:
-    """How many sockets a process has open."""
-    return len(_socket_inodes(pid))
 
 
 class Flood:
@@ -100,16 +68,6 @@ class Flood:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _socket_inodes(pid: int) -> set[str]:
-    found = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            link = os.readlink(f"/proc/{pid}/fd/{name}")
-            if link.startswith("socket:["):
-                found.add(link[8:-1])
-    return found
 
 
 def _dial(target: str) -> socket.socket:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.helpers.processes import wait_until
+
 
 class Call:
     """``function(*args, **kwargs)`` in a daemon thread of its own."""
@@ -38,10 +40,7 @@ class Call:
 
 def eventually(condition: Callable[[], object], timeout: float = 10.0) -> None:
     """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"did not come true within {timeout} s"
-        time.sleep(0.001)
+    assert wait_until(condition, timeout, pause=0.001), f"did not come true within {timeout} s"
 
 
 def soon(seconds: float = 10.0) -> float:

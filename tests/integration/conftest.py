@@ -1,11 +1,19 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from lightning_weightsync.transports import process_group
 from tests.helpers.holdings import holdings, leftovers
+from tests.helpers.processes import nothing_left
 from tests.helpers.receivers import ReceiverPool
 from tests.helpers.schemes import Connector
+
+
+@pytest.fixture
+def no_leftovers(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], list[int]]]:
+    """Lists the processes that the test has started; fails a test that leaves any of them, or anything else."""
+    with nothing_left(capfd) as processes:
+        yield processes
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -310,7 +311,9 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "run").write_text("a file where the folder should be")
     group = CollectorGroup(Shown, 0, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}, batches_per_epoch=2)
     update = UpdateWeights(group, weight_update_map={"policy": "actor"})
-    recorder = Recorder(tmp_path / "run", group, [update])
+    recorder = pickle.loads(pickle.dumps(Recorder(tmp_path / "run", group, [update])))  # as for a rank that is spawned
+    (update,) = recorder._updates
+    group = update.collector
     quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = pl.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, callbacks=[update, recorder], default_root_dir=tmp_path, **quiet

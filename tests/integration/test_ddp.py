@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tests.helpers.fit import Learner, fit, make_callback, make_group
 from tests.helpers.processes import marked, wait_until
 
-LOOPBACK = ["0100007F"]
+LOOPBACK = ["127.0.0.1"]
 
 
 def train(folder, **options):

@@ -40,10 +40,10 @@ def test_what_does_not_fit_is_ended(capfd, monkeypatch):
         assert wait_until(lambda: len(processes()) == 2, 5)
         before = processes()
         monkeypatch.setattr(sys, "path", [*sys.path, "/elsewhere"])
-        process = early.start_worker(0, 1)
+        process = early.start_worker(1)
         assert wait_until(lambda: processes() == [process.pid], 5) and process.pid not in before
         start_workers_early(1, threads_per_worker=2)
-        another = early.start_worker(1, 1)
+        another = early.start_worker(1)
         assert wait_until(lambda: processes() == sorted([process.pid, another.pid]), 5)
         for started in (process, another):
             started.reap(0.0)

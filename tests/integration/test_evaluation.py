@@ -1,10 +1,12 @@
 """Evaluation: a validation loader of whole episodes, in a fit and without one; its workers' lives."""
 
+import gc
 import os
 import pickle
 import signal
 import time
 import warnings
+import weakref
 from functools import partial
 
 import pytest
@@ -12,17 +14,12 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 
 from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, UpdateWeights, WorkerDied, WorkerError
+from lightning_weightsync.collectors.evaluation import Evaluation
 from tests.helpers.collectors import Stream
 from tests.helpers.evaluation import NUM_ENVS, STEPS, Dial, Endless, Killed, NoSecondEpisode, Stubborn, dial_collector
 from tests.helpers.fit import Learner, make_trainer
 from tests.helpers.policies import Policy
-from tests.helpers.processes import nothing_left, wait_until
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
+from tests.helpers.processes import wait_until
 
 
 def make_group(num_workers=1, collector=dial_collector, *, length=2, seed=7, **kwargs):
@@ -259,6 +256,125 @@ def test_a_group_that_was_given_tensors_says_that_it_cannot_read_them_again():
 def test_an_evaluation_that_makes_no_sense_is_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         make_group(2).evaluation(**arguments)
+
+
+class Told:
+    """A factory of collectors that remembers which ``worker_idx`` each was told, and which of them are closed."""
+
+    def __init__(self):
+        self.indices, self.closed = [], []
+        self.close_raises = False
+
+    def __call__(self, *, worker_idx, seed):
+        self.indices.append(worker_idx)
+        made = dial_collector(worker_idx=worker_idx, seed=seed)
+        close = made.close
+
+        def closing():
+            self.closed.append(worker_idx)
+            close()
+            if self.close_raises:
+                raise OSError(f"collector {worker_idx} does not close")
+
+        made.close = closing
+        return made
+
+
+DIAL = {"policy": turned(2.0)}
+
+
+def test_no_two_workers_of_a_trainer_are_told_the_same_index():
+    told = Told()
+    with make_group(0, told) as group:
+        first, second, third = (group.evaluation(2, num_workers=0) for _ in range(3))
+        first.play(DIAL)
+        second.play(DIAL)
+        group.update_policy_weights_(turned(1.0))
+        first.play()
+        assert told.indices == [1, 2, 0]
+        first.shutdown()
+        third.play(DIAL)
+        first.play(DIAL)
+        assert told.indices == [1, 2, 0, 3, 4]
+    second.play(DIAL)
+    assert told.indices[-1] == 1, "all others have been stopped"
+    second.shutdown()
+
+
+def test_a_group_that_grows_needs_the_indices_of_its_evaluations():
+    told = Told()
+    group = make_group(2, told)
+    near, far = group.evaluation(2, num_workers=0), group.evaluation(2, num_workers=0)
+    near.play(DIAL)
+    far.play(DIAL)
+    assert told.indices == [2, 3]
+    group.resize(3)
+    assert told.closed == [2]
+    near.play(DIAL)
+    far.play(DIAL)
+    assert told.indices == [2, 3, 4]
+    group.resize(1)
+    assert told.closed == [2]
+    group.stop_evaluations()
+    assert sorted(told.closed) == [2, 3, 4]
+
+
+def test_an_evaluation_that_nobody_has_any_more_is_stopped_and_not_started_again(monkeypatch):
+    told, launched = Told(), []
+    group = make_group(0, told)
+    kept, dropped = group.evaluation(1, num_workers=0), group.evaluation(2, num_workers=0)
+    dropped.play(DIAL)
+    gone = weakref.ref(dropped)
+    del dropped
+    gc.collect()
+    assert gone() is None and told.closed == []
+    another = group.evaluation(3, num_workers=0)
+    assert told.closed == [1], "its workers run on"
+    monkeypatch.setattr(Evaluation, "launch", lambda self: launched.append(self.episodes))
+    with group:
+        pass
+    assert launched == [kept.episodes, another.episodes]
+
+
+def test_evaluations_are_stopped_within_one_deadline_and_leave_the_group_its_time(monkeypatch):
+    group, given = make_group(0), []
+    evaluations = [group.evaluation(1, num_workers=0) for _ in range(4)]
+
+    def hang(timeout):
+        given.append(timeout)
+        time.sleep(timeout)
+
+    for evaluation in evaluations:
+        monkeypatch.setattr(evaluation._players, "shutdown", hang)
+    started = time.monotonic()
+    group.stop_evaluations(0.3)
+    assert time.monotonic() - started < 1.0
+    assert given[0] == pytest.approx(0.3, abs=0.1) and given[1:] == [0.0] * 3
+
+
+def test_a_collector_that_does_not_close_leaves_nothing_running():
+    told = Told()
+    group = make_group(0, told)
+    group.start(DIAL)
+    evaluations = [group.evaluation(1, num_workers=0) for _ in range(2)]
+    for evaluation in evaluations:
+        evaluation.play()
+    told.close_raises = True
+    with pytest.raises(OSError, match="collector 0 does not close"):
+        group.shutdown()
+    assert sorted(told.closed) == [0, 1, 2]
+    assert not group.running and group.stats()[0]["state"] == "stopped"
+    assert not any(evaluation._players.running for evaluation in evaluations)
+    group.shutdown()
+    assert len(told.closed) == 3
+
+
+def test_an_evaluation_that_is_pickled_is_its_groups_again(monkeypatch):
+    """As for ``ddp_spawn``: the group goes along with the loader."""
+    loaded, launched = pickle.loads(pickle.dumps(make_group(0).evaluation(2))), []
+    monkeypatch.setattr(Evaluation, "launch", lambda self: launched.append(self))
+    with loaded._of:
+        assert launched == [loaded]
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

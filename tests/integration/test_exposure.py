@@ -19,18 +19,11 @@ from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError
 from lightning_weightsync.schemes.extra_state import unpack
 from lightning_weightsync.transports.hub import LinkHub
 from tests.helpers import schemes
+from tests.helpers.holdings import num_sockets, tcp_listeners, unix_listeners
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
 from tests.helpers.processes import wait_until
-from tests.helpers.schemes import (
-    Connected,
-    altered,
-    assert_same_bits,
-    assert_text,
-    fill,
-    layers,
-    leaves_of,
-    over_network,
-)
-from tests.helpers.strangers import Flood, num_sockets, tcp_listeners, unix_listeners
+from tests.helpers.schemes import Connected, altered, assert_text, layers, over_network
+from tests.helpers.strangers import Flood
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's tables of sockets")
 
@@ -288,7 +281,7 @@ def test_nothing_that_comes_from_a_socket_is_unpickled():
                 kinds.add((path.relative_to(package).as_posix(), ast.unparse(node.func), safe))
     assert kinds == {
         ("collectors/group.py", "cloudpickle.loads", False),
-        ("collectors/schedule.py", "json.loads", False),
+        ("collectors/values.py", "json.loads", False),
         ("collectors/worker.py", "cloudpickle.loads", False),
         ("commands/plan.py", "cloudpickle.loads", False),
         ("report/events.py", "json.loads", False),

@@ -15,15 +15,8 @@ from tests.helpers.collectors import NUM_ENVS, STEPS, misbehaving_collector, pac
 from tests.helpers.envs import steps_before
 from tests.helpers.fit import Learner, ManualLearner, fit, make_callback, make_group, make_trainer
 from tests.helpers.policies import fingerprint, sha256
-from tests.helpers.processes import nothing_left
 
 UNEVEN = partial(paced_collector, seconds=(0.0, 0.01))
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
 
 
 class Watch(Callback):

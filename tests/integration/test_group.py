@@ -40,7 +40,7 @@ from tests.helpers.collectors import (
     update_at_batch_or_step,
 )
 from tests.helpers.policies import Policy, Value, fingerprint, sha256
-from tests.helpers.processes import cpu_seconds, nothing_left, wait_until, zombies
+from tests.helpers.processes import cpu_seconds, wait_until, zombies
 
 
 def group_of(num_workers, collector=gym_collector, *, destinations=("policy",), timeout=60.0, **kwargs):
@@ -50,12 +50,6 @@ def group_of(num_workers, collector=gym_collector, *, destinations=("policy",), 
 
 def take(group, count=1):
     return list(islice(group, count))
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
 
 
 class NoCollector:
@@ -74,6 +68,8 @@ class Endless(Stream):
             self.gate = Gate()
 
     def __iter__(self):
+        if self.mistake == "no dimension":
+            return (batch[0] for batch in super().__iter__())
         return iter(()) if self.mistake == "ends" else super().__iter__()
 
 
@@ -226,7 +222,7 @@ def test_a_successor_is_given_every_argument_and_goes_on_after_the_counts():
     group.restore_version(run=4, version=5, incarnation=6)
     made = group.successor()
     assert made is not group and (made.run, made.version, made.incarnation) == (6, 5, 8)
-    public = {name: value for name, value in vars(group).items() if not name.startswith("_")}
+    public = {name: value for name, value in vars(group).items() if not name.startswith("_") and name != "evaluations"}
     assert public == {name: getattr(made, name) for name in public}
     assert given.keys() - public.keys() == {"launcher"}
 
@@ -404,6 +400,33 @@ def test_connecting_needs_weights_for_exactly_the_schemes_that_there_are():
         group.update_policy_weights_(Policy(0), model_id="policy")
 
 
+def test_weights_that_are_given_twice_or_not_at_all_are_refused():
+    policy = Policy(0)
+    with group_of(0, Stream) as group:
+        for twice in ({"weights": policy}, {"policy": policy}):
+            with pytest.raises(ValueError, match="give the weights once"):
+                group.update_policy_weights_(policy, **twice)
+        group.update_policy_weights_(policy)
+        for push in (group.update_policy_weights_, group.send_async):
+            with pytest.raises(ValueError, match=r"no weights to push; the group has schemes for \['policy'\]"):
+                push(weights_dict={})
+        assert group.version == 0
+    with group_of(0, Stream, destinations=()) as group, pytest.raises(ValueError, match=r"no weights to push.* \[\]"):
+        group.send_async()
+
+
+def test_without_workers_too_a_push_is_for_those_that_are_named():
+    with group_of(0, Stream) as group:
+        group.update_policy_weights_(Policy(1))
+        for wrong in (False, 1, [0, 1], "0"):
+            with pytest.raises(ValueError, match=r"worker_ids holds .*; workers are numbered 0 \.\. 0"):
+                group.update_policy_weights_(Policy(2), worker_ids=wrong)
+        group.update_policy_weights_(Policy(2), worker_ids=[])
+        assert group.version == 1 and group.digest() == {0: sha256(Policy(1))}
+        group.update_policy_weights_(Policy(2), worker_ids=[0, 0])
+        assert group.version == 2 and group.digest() == {0: sha256(Policy(2))}
+
+
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -446,6 +469,7 @@ def test_iterating_has_no_side_effect_until_a_batch_is_asked_for(streams):
     [
         ("ends", "Endless ended: it has to go on making batches"),
         ("gate without version", "Endless has a gate of its own, and has to write 'policy_version'"),
+        ("no dimension", r"Endless made a batch of batch size \[\]: it needs a first dimension"),
     ],
 )
 def test_a_collector_that_breaks_its_contract_is_told_how(mistake, text):
@@ -732,10 +756,10 @@ def test_a_killed_worker_is_named_the_others_are_served_and_shutdown_is_bounded(
 
 
 def test_a_worker_that_exits_while_it_imports_is_named_at_once(no_leftovers):
-    group = group_of(2, partial(misbehaving_factory, fault=collectors.leave, only=1))
+    group = group_of(2, partial(misbehaving_factory, fault=collectors.vanish, only=1))
     group.start()
     started = time.monotonic()
-    with pytest.raises(WorkerDied, match=r"worker 1 \(pid \d+\) ended: exit code 3") as caught:
+    with pytest.raises(WorkerDied, match=r"worker 1 \(pid \d+\) ended: exit code 9") as caught:
         group.update_policy_weights_(Policy(0))
     assert list(caught.value.failed) == [1]
     assert time.monotonic() - started < 30, "the deadline of connecting (64 s) was waited for"

@@ -36,7 +36,7 @@ from tests.helpers.collectors import (
 )
 from tests.helpers.envs import steps_before
 from tests.helpers.policies import Policy, Value, fingerprint, sha256
-from tests.helpers.processes import nothing_left, wait_until
+from tests.helpers.processes import wait_until
 
 FRAMES = NUM_ENVS * STEPS
 
@@ -75,12 +75,6 @@ def age(group, batch):
 def all_wait(group):
     """Whether every worker has filled all of its slots."""
     return all(stat["state"] == "connected" for stat in group.stats().values())
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------

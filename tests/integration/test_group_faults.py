@@ -13,17 +13,10 @@ from tests.helpers import collectors, envs
 from tests.helpers.collectors import NUM_ENVS, STEPS, MisbehavingEnv, Stream, gym_collector, times
 from tests.helpers.envs import Distorted
 from tests.helpers.policies import Policy, fingerprint
-from tests.helpers.processes import nothing_left
 
 ENV_TIMEOUT = 1.0
 IN_TIME = ENV_TIMEOUT + 2
 """It is looked ten times in ``ENV_TIMEOUT``; the rest is for a busy machine."""
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
 
 
 def group_of(num_workers, collector, **kwargs):

@@ -14,13 +14,7 @@ from tests.helpers import collectors
 from tests.helpers.collectors import NUM_ENVS, STEPS, gym_collector, misbehaving_factory
 from tests.helpers.fit import Audit, Learner, fit, make_callback, make_group
 from tests.helpers.policies import Policy, fingerprint, sha256
-from tests.helpers.processes import nothing_left, zombies
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
+from tests.helpers.processes import zombies
 
 
 def group_of(num_workers, collector=gym_collector, **kwargs):
@@ -93,9 +87,32 @@ def test_a_worker_that_joined_late_is_replaced_like_any_other(no_leftovers):
 
 
 @pytest.mark.slow
+def test_a_late_joiner_starts_from_what_was_meant_for_all_and_a_replacement_from_what_was_meant_for_it(no_leftovers):
+    common, own = Policy(1), Policy(2)
+    with group_of(1) as group:
+        group.update_policy_weights_(common)
+        group.resize(2)
+        group.update_policy_weights_(common)
+        group.update_policy_weights_(own, worker_ids=1)
+        group.resize(3)
+        assert group.digest() == {0: sha256(common), 1: sha256(own), 2: sha256(common)}
+        assert [stat["version"] for stat in group.stats().values()] == [1, 2, 1]
+        os.kill(group.stats()[1]["pid"], signal.SIGKILL)
+        (batch,) = take(group)
+        assert batch["policy_version"][::NUM_ENVS, 0].tolist() == [1, 2, 1]
+        assert group.digest() == {0: sha256(common), 1: sha256(own), 2: sha256(common)}
+        group.update_policy_weights_(own)
+        check(group, own, 3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "error", "text"),
-    [(collectors.stumble, WorkerError, "the dice"), (collectors.leave, WorkerDied, "exit code 3")],
+    [
+        (collectors.stumble, WorkerError, "the dice"),
+        (collectors.leave, WorkerError, "SystemExit: 3"),
+        (collectors.vanish, WorkerDied, "exit code 9"),
+    ],
 )
 def test_a_group_that_cannot_grow_is_as_it_was(no_leftovers, fault, error, text):
     policy = Policy(1)

@@ -27,16 +27,10 @@ from tests.helpers.collectors import (
 )
 from tests.helpers.fit import Learner, fit, make_callback, make_group
 from tests.helpers.policies import Policy, fingerprint, sha256
-from tests.helpers.processes import nothing_left, wait_until, zombies
+from tests.helpers.processes import wait_until, zombies
 
 JOIN_SECONDS = 30
 """More than an interpreter needs to start on a busy machine."""
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
 
 
 def group_of(num_workers, collector=gym_collector, *, heartbeat_timeout=30.0, timeout=60.0, **kwargs):

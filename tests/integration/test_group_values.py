@@ -17,15 +17,9 @@ from tests.helpers.collectors import NUM_ENVS, STEPS, gym_collector, update_at_b
 from tests.helpers.envs import CountingEnv
 from tests.helpers.fit import Learner, fit, make_callback, make_group
 from tests.helpers.policies import Policy
-from tests.helpers.processes import nothing_left, wait_until
+from tests.helpers.processes import wait_until
 
 DOCS = Path(__file__).parents[2] / "docs" / "collectors.md"
-
-
-@pytest.fixture
-def no_leftovers(capfd):
-    with nothing_left(capfd) as processes:
-        yield processes
 
 
 class Scheduled(Policy):

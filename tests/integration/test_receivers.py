@@ -33,7 +33,7 @@ def test_what_is_left_is_told_and_the_process_replaced(receiver_pool):
     process.call(leave_behind)
     (complaint,) = receiver_pool.clean()
     assert complaint.startswith(process.name)
-    assert "threads: forgotten" in complaint and "ports: 0100007F" in complaint and "descriptors: socket" in complaint
+    assert "threads: forgotten" in complaint and "ports: 127.0.0.1" in complaint and "descriptors: socket" in complaint
     assert not process.alive
     receiver_pool.renew()
     assert process not in list(receiver_pool) and all(other.alive for other in receiver_pool)
@@ -42,7 +42,7 @@ def test_what_is_left_is_told_and_the_process_replaced(receiver_pool):
 def test_what_is_left_in_the_tests_own_process_is_told_too():
     before = holdings()
     with socket.create_server(("127.0.0.1", 0)):
-        assert "ports: 0100007F" in leftovers(before, patience=0.0)
+        assert "ports: 127.0.0.1" in leftovers(before, patience=0.0)
     assert leftovers(before) == ""
 
 

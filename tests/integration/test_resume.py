@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError
 from tests.helpers.fit import Audit, Learner, ManualLearner, Recorder, Rows, make_callback, make_group, make_trainer
+from tests.helpers.holdings import tcp_listeners
 from tests.helpers.policies import Policy, fingerprint, sha256
-from tests.helpers.strangers import tcp_listeners
 
 
 class SaveAt(Callback):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,13 @@ from tensordict import TensorDict
 from torch import nn
 
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError, WorkerDied
+from lightning_weightsync.paths import PathError
+from lightning_weightsync.schemes.forward_gate import gate_forward
+from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.receiver import ReceiverLink
 from tests.helpers import schemes
-from tests.helpers.schemes import altered, assert_same_bits, both_ways, leaves_of, randomise
+from tests.helpers.leaves import assert_same_bits, leaves_of, scramble
+from tests.helpers.schemes import altered, both_ways
 
 
 class Net(nn.Module):
@@ -36,7 +42,7 @@ class Net(nn.Module):
 
 def net(seed=0):
     model = Net()
-    randomise(model.state_dict().values(), seed)
+    scramble(model.state_dict().values(), seed)
     return model
 
 
@@ -68,7 +74,7 @@ def test_every_leaf_arrives_bit_for_bit_and_the_source_stays_as_it_is(connect, s
     for worker in range(2):
         assert_same_bits(connected.leaves(worker), before)
 
-    randomise(source.state_dict().values(), seed=2)
+    scramble(source.state_dict().values(), seed=2)
     before = leaves_of(source)
     connected.push()
     for worker in range(2):
@@ -150,7 +156,7 @@ def test_extra_state_travels_with_each_push_and_stays_in_the_source(connect, str
 
 def altered_twin(source):
     twin = copy.deepcopy(source)
-    randomise(twin.parameters(), seed=999)
+    scramble(twin.parameters(), seed=999)
     return twin
 
 
@@ -182,7 +188,7 @@ def test_extra_state_that_cannot_be_carried_raises_and_names_the_module(connect)
 def test_weights_may_be_given_in_any_form(connect, sync, form):
     source = small(seed=1)
     connected = connect(source, sync=sync)
-    randomise(source.state_dict().values(), seed=5)
+    scramble(source.state_dict().values(), seed=5)
     connected.push(form(source))
     assert_same_bits(connected.leaves(), leaves_of(source))
 
@@ -206,7 +212,7 @@ def test_the_source_may_be_given_to_connect_or_bound_as_a_tensordict(receivers, 
 def test_the_state_dict_strategy_goes_through_load_state_dict(connect):
     source = net(seed=4)
     connected = connect(source, strategy="state_dict")
-    randomise(source.state_dict().values(), seed=6)
+    scramble(source.state_dict().values(), seed=6)
     connected.push()
     assert_same_bits(connected.leaves(), leaves_of(source))
 
@@ -225,7 +231,7 @@ def test_a_transport_that_moves_nothing_is_an_error_and_no_version(connect, monk
     before = connected.leaves()
     transport = connected.scheme.sender_transports[0]
     monkeypatch.setattr(transport, "send", lambda worker_idx, slot: {})
-    randomise(source.state_dict().values(), seed=8)
+    scramble(source.state_dict().values(), seed=8)
     with pytest.raises(WeightSyncError, match="worker 0") as caught:
         connected.scheme.send()
     assert list(caught.value.failed) == [0]
@@ -242,7 +248,7 @@ def test_only_the_addressed_workers_change(connect, sync):
     connected = connect(source, 3, sync=sync)
     for worker_ids, versions in ((2, [0, 0, 1]), ([1], [0, 2, 1]), ([0, 2], [3, 2, 3]), (None, [4, 4, 4])):
         held = [connected.leaves(worker) for worker in range(3)]
-        randomise(source.state_dict().values(), seed=10 + connected.scheme.version)
+        scramble(source.state_dict().values(), seed=10 + connected.scheme.version)
         connected.push(worker_ids=worker_ids)
         assert connected.versions == versions
         for worker, version in enumerate(versions):
@@ -279,7 +285,7 @@ def test_receive_polls_waits_or_blocks_and_a_wait_that_timed_out_harms_nothing(c
     assert got is None and 0.3 <= seconds < 1.0
 
     for version, timeout in enumerate((5.0, None, 0), start=1):
-        randomise(source.state_dict().values(), seed=version)
+        scramble(source.state_dict().values(), seed=version)
         waiting = process.begin(poll_until_something_came) if timeout == 0 else process.begin(schemes.receive, timeout)
         connected.scheme.send()
         got = process.result_of(waiting)
@@ -313,7 +319,7 @@ def test_receive_returns_a_copy(connect):
     sent = leaves_of(source)
     assert_same_bits(connected.leaves(), sent)
 
-    randomise(source.state_dict().values(), seed=3)
+    scramble(source.state_dict().values(), seed=3)
     connected.push()
     kept = connected.processes[0].call(lambda box: dict(box.kept.flatten_keys(".").items()))
     assert_same_bits(kept, sent)
@@ -329,7 +335,7 @@ def test_a_sender_waits_for_a_receiver_that_is_slower_than_connecting_may_take(c
         time.sleep(2.5)
         return box.scheme.receive(10) is not None
 
-    randomise(source.state_dict().values(), seed=1)
+    scramble(source.state_dict().values(), seed=1)
     waiting = connected.processes[0].begin(receive_late)
     connected.scheme.send()
     assert connected.processes[0].result_of(waiting)
@@ -358,7 +364,7 @@ def test_sender_and_receiver_handles_do_what_the_scheme_does(connect):
     source = small()
     connected = connect(source)
     sender = connected.scheme.create_sender()
-    randomise(source.state_dict().values(), seed=2)
+    scramble(source.state_dict().values(), seed=2)
 
     def receive_by_handle(box):
         receiver = box.scheme.create_receiver()
@@ -450,7 +456,7 @@ def test_a_scheme_pickles_before_and_after_it_is_initialised():
 def test_a_receiver_of_its_own_making_is_told_where_its_sender_is(receivers, connect):
     sender = connect.sender(source := small(), num_workers=1)
     info = sender.get_store_info()
-    assert info.keys() == {"host", "port", "authkey", "local"} and info["host"] == "127.0.0.1"
+    assert info.keys() == {"host", "port", "authkey", "local", "connect_timeout"} and info["host"] == "127.0.0.1"
     assert bool(info["local"]) == (connect.same_host == "shared_memory")
 
     theirs = DistributedWeightSyncScheme(sync=True, connect_timeout=10, same_host=connect.same_host)
@@ -491,7 +497,7 @@ def test_after_shutdown_each_side_says_that_it_has_ended(connect, sync):
 def test_a_receiver_that_leaves_is_named_and_the_other_is_served(connect, sync):
     connected = connect(source := small(), 2, sync=sync)
     connected.processes[0].call(schemes.shutdown)
-    randomise(source.state_dict().values(), seed=5)
+    scramble(source.state_dict().values(), seed=5)
     waiting = connected.processes[1].begin(schemes.receive) if sync else None
     with pytest.raises(WorkerDied, match="worker 0") as caught:
         connected.scheme.send()
@@ -502,13 +508,46 @@ def test_a_receiver_that_leaves_is_named_and_the_other_is_served(connect, sync):
     assert connected.versions == [0, 1]
 
 
+@pytest.mark.parametrize(("ours", "theirs", "seconds"), [(None, None, 92.0), (7.0, None, 7.0), (7.0, 5.0, 5.0)])
+def test_a_receiver_waits_as_long_as_its_sender_unless_it_was_told_otherwise(monkeypatch, ours, theirs, seconds):
+    sender = DistributedWeightSyncScheme(connect_timeout=ours)
+    sender.init_on_sender("policy", model=small(), num_workers=16)
+    receiver = DistributedWeightSyncScheme(connect_timeout=theirs)
+    receiver.init_on_receiver("policy", model=small(), worker_idx=0, store_info=sender.get_store_info())
+    deadlines = []
+    monkeypatch.setattr(ReceiverLink, "connect", lambda self, deadline: deadlines.append(deadline - time.monotonic()))
+    receiver.connect()
+    assert deadlines == [pytest.approx(seconds, abs=0.5)]
+    for scheme in (sender, receiver):
+        scheme.shutdown()
+
+
+def test_an_init_that_failed_can_be_repeated():
+    scheme = DistributedWeightSyncScheme(host="203.0.113.7")  # of the documentation's network, and of nobody's machine
+    with pytest.raises(OSError, match="assign"):
+        scheme.init_on_sender("policy", model=small(), num_workers=1)
+    scheme.host = "127.0.0.1"
+    scheme.init_on_sender("policy", model=small(), num_workers=1)
+    scheme.shutdown()
+
+    model = small()
+    undo = gate_forward(model, Gate())
+    with pytest.raises(PathError):
+        scheme.init_on_receiver("policy", context=SimpleNamespace(critic=model))
+    with pytest.raises(ValueError, match="another gate"):
+        scheme.init_on_receiver("policy", model=model, safe_point="forward")
+    undo()
+    scheme.init_on_receiver("policy", model=model, safe_point="forward")
+    scheme.shutdown()
+
+
 def test_one_object_can_be_initialised_again_after_shutdown(receivers, connect):
     """Two lives of one sender object, in the same processes: another key, the version from the beginning."""
     source = small()
     sender = connect.sender(source)
     infos = []
     for seed in range(2):
-        randomise(source.state_dict().values(), seed)
+        scramble(source.state_dict().values(), seed)
         if seed:
             sender.init_on_sender("policy", model=source, num_workers=1)
         infos.append(sender.get_store_info())

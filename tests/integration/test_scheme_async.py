@@ -8,7 +8,8 @@ from torch import nn
 
 from lightning_weightsync import LayoutMismatchError, WeightSyncTimeout, WorkerDied, WorkerError
 from tests.helpers import schemes
-from tests.helpers.schemes import assert_same_bits, assert_text, fill, hold_gate, layers, leaves_of, release_gate
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
+from tests.helpers.schemes import assert_text, hold_gate, layers, release_gate
 from tests.helpers.threads import Call, eventually
 
 

@@ -14,10 +14,13 @@ from lightning_weightsync import (
     LayoutMismatchError,
     WeightSyncError,
     WeightSyncTimeout,
+    WorkerDied,
     WorkerError,
 )
+from lightning_weightsync.transports.base import TransferFailed
 from tests.helpers import schemes
-from tests.helpers.schemes import altered, assert_same_bits, assert_text, layers, leaves_of
+from tests.helpers.leaves import assert_same_bits, leaves_of
+from tests.helpers.schemes import altered, assert_text, layers
 
 # --- layouts that do not match -------------------------------------------------------------------------------------
 
@@ -246,3 +249,25 @@ def test_an_error_in_the_first_apply_raises_on_both_sides(receivers, connect):
     with pytest.raises(WeightSyncError):
         joining.result(2.0)
     assert_same_bits(receivers[0].call(schemes.leaves), leaves_of(theirs))
+
+
+def test_a_transport_that_cannot_be_opened_ends_its_link_and_names_worker_and_phase(receivers, connect):
+    sender, (joining,) = connect.begin(layers())
+    create = sender.create_transport
+
+    def create_broken(**kwargs):
+        transport = create(**kwargs)
+        transport.connect = fail
+        return transport
+
+    def fail(deadline):
+        raise TransferFailed("no way there")
+
+    sender.create_transport = create_broken
+    with pytest.raises(WorkerDied) as caught:
+        sender.connect()
+    assert_text(
+        caught.value, r"worker 0 \(pid \d+\) is gone: no way there", r"phase: opening the transport of 'policy', "
+    )
+    with pytest.raises(WeightSyncError, match="no way there|gave up"):
+        joining.result(5.0)

@@ -20,20 +20,13 @@ from lightning_weightsync import (
     WorkerDied,
     WorkerError,
 )
+from lightning_weightsync.transports import pushing
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
+from tests.helpers.models import WithExtraState
 from tests.helpers.receivers import ProcessEnded
-from tests.helpers.schemes import (
-    assert_same_bits,
-    assert_text,
-    both_ways,
-    fill,
-    hold_gate,
-    layers,
-    leaves_of,
-    over_network,
-    release_gate,
-)
+from tests.helpers.schemes import assert_text, both_ways, hold_gate, layers, over_network, release_gate
 
 # --- workers that die or fall silent -------------------------------------------------------------------------------
 
@@ -165,6 +158,36 @@ def wait_until_link_ended(box):
         time.sleep(0.01)
 
 
+@both_ways
+def test_a_hook_that_leaves_the_program_is_told_to_the_sender_and_ends_the_link(connect, sync):
+    """What is no ``Exception`` passes through the receiver's thread; its heartbeats would go on for ever."""
+    connected = connect(source := layers(), sync=sync, timeout=120)
+    process, before = connected.processes[0], connected.leaves()
+
+    def leave_at_next_switch(box):
+        def hook(model, version):
+            raise SystemExit("enough")
+
+        box.scheme.add_applied_hook(hook)
+
+    process.call(leave_at_next_switch)
+    fill(source, 1.0)
+    waiting = process.begin(schemes.receive) if sync else None
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="SystemExit: enough"):
+        connected.scheme.send()
+    if waiting is not None:
+        with pytest.raises(SystemExit, match="enough"):
+            process.result_of(waiting)
+    process.call(wait_until_link_ended)
+    with pytest.raises(WorkerDied, match="worker 0"):
+        connected.scheme.send()
+    assert time.monotonic() - started < 5.0
+    assert_same_bits(connected.leaves(), before)
+    why = process.call(lambda box: str(box.scheme._link.cause))
+    assert why == "SystemExit was raised while the sender was served"
+
+
 @pytest.mark.slow
 def test_a_long_policy_call_is_no_silence(connect):
     """A worker that is busy (without the interpreter's lock) for longer than ``heartbeat_timeout`` is alive."""
@@ -261,6 +284,40 @@ def test_an_error_while_applying_leaves_the_link_up_and_the_version_where_it_was
     assert connected.versions == [4, 4]
     for worker in range(2):
         assert_same_bits(connected.leaves(worker), leaves_of(source))
+
+
+def test_an_error_of_the_sender_itself_is_not_blamed_on_the_worker(connect, monkeypatch):
+    connected = connect(source := layers(), 2, sync=False)
+    transport = connected.scheme.sender_transports[0]
+    send = transport.send
+
+    def sending(worker_idx, slot):
+        if worker_idx == 0:
+            raise KeyError("no such thing")
+        return send(worker_idx, slot)
+
+    monkeypatch.setattr(transport, "send", sending)
+    fill(source, 1.0)
+    with pytest.raises(WeightSyncError) as caught:
+        connected.push()
+    assert type(caught.value) is type(caught.value.failed[0]) is WeightSyncError
+    assert list(caught.value.failed) == [0]
+    assert_text(caught.value, r"worker 0 \(pid \d+\)", "KeyError: 'no such thing'", r"phase: push of version 1")
+    assert "gone" not in str(caught.value)
+    assert_same_bits(connected.leaves(1), leaves_of(source))
+
+
+def test_extra_states_that_are_too_large_together_are_refused_before_anything_is_sent(connect, monkeypatch):
+    source, theirs = (nn.Sequential(nn.Linear(3, 4), WithExtraState()) for _ in range(2))
+    connected = connect(source, receiver_model=theirs, sync=False)
+    fill(source[0], 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pushing, "MAX_BLOB", (128 << 10) + 100)  # of which one model's weights may take 128 KiB
+        with pytest.raises(TypeError, match=r"extra states of 'policy' take \d+ bytes together; at most 131172 are"):
+            connected.push()
+    assert connected.scheme.version == 0
+    connected.push()
+    assert connected.versions == [1]
 
 
 def test_a_version_that_is_not_newer_is_refused(connect):

@@ -12,15 +12,9 @@ from lightning_weightsync.schemes import sender_side
 from lightning_weightsync.schemes.gather import Gather
 from lightning_weightsync.transports import process_group
 from lightning_weightsync.transports.filling import Filling
-from tests.helpers.schemes import (
-    altered,
-    assert_same_bits,
-    hold_gate,
-    leaves_of,
-    over_network,
-    randomise,
-    release_gate,
-)
+from tests.helpers.leaves import assert_same_bits, leaves_of, scramble
+from tests.helpers.schemes import altered, hold_gate, over_network, release_gate, version
+from tests.helpers.threads import eventually
 
 
 class Mixed(nn.Module):
@@ -68,6 +62,14 @@ def halfway(monkeypatch):
     return todo.append
 
 
+def fail():
+    raise RuntimeError("the device is gone")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
 def same_everywhere(connected, source):
     assert connected.versions == [connected.scheme.version] * len(connected.processes)
     for index in range(len(connected.processes)):
@@ -78,7 +80,7 @@ def same_everywhere(connected, source):
 def test_every_byte_arrives(connect, followed):
     connected = connect(source := Mixed(), 2, sync=False)
     for seed in range(5):
-        randomise(source.state_dict().values(), seed)
+        scramble(source.state_dict().values(), seed)
         connected.push()
         same_everywhere(connected, source)
     assert len(followed) == 5
@@ -90,7 +92,7 @@ def test_every_byte_arrives(connect, followed):
 @pytest.mark.parametrize("options", [{"verify": True}, {"only_changed": True}])
 def test_what_needs_the_whole_slot_first_waits_for_it(connect, followed, options):
     connected = connect(source := Mixed(), 1, sync=False, **options)
-    randomise(source.state_dict().values(), 1)
+    scramble(source.state_dict().values(), 1)
     connected.push()
     connected.scheme.send_async().wait(10.0)
     same_everywhere(connected, source)
@@ -110,9 +112,9 @@ def test_only_a_blocking_push_over_the_network_is_followed(connect, followed):
 def test_a_worker_that_is_still_busy_with_the_push_before_gets_it_afterwards(connect, followed):
     connected = connect(source := Mixed(), 2, sync=False)
     connected.processes[1].call(hold_gate)
-    randomise(source.state_dict().values(), 1)
+    scramble(source.state_dict().values(), 1)
     first = connected.scheme.send_async()
-    randomise(source.state_dict().values(), 2)
+    scramble(source.state_dict().values(), 2)
     freeing = threading.Timer(0.5, connected.processes[1].call, args=(release_gate,))
     freeing.start()
     connected.push()
@@ -125,7 +127,7 @@ def test_a_worker_that_is_still_busy_with_the_push_before_gets_it_afterwards(con
 @over_network
 def test_a_worker_that_dies_halfway_is_named_and_the_other_one_gets_all(connect, followed, halfway):
     connected = connect(source := Mixed(), 2, sync=False, timeout=60)
-    randomise(source.state_dict().values(), 1)
+    scramble(source.state_dict().values(), 1)
     halfway(lambda: (connected.processes[1].kill(), time.sleep(0.3)))
     started = time.monotonic()
     with pytest.raises(WorkerDied, match="worker 1") as caught:
@@ -133,7 +135,7 @@ def test_a_worker_that_dies_halfway_is_named_and_the_other_one_gets_all(connect,
     assert time.monotonic() - started < 5.0
     assert list(caught.value.failed) == [1]
     assert_same_bits(connected.leaves(0), leaves_of(source))
-    randomise(source.state_dict().values(), 2)
+    scramble(source.state_dict().values(), 2)
     connected.push(worker_ids=0)
     assert_same_bits(connected.leaves(0), leaves_of(source))
 
@@ -142,10 +144,7 @@ def test_a_worker_that_dies_halfway_is_named_and_the_other_one_gets_all(connect,
 def test_weights_that_cannot_be_read_to_the_end_are_applied_by_nobody(connect, receivers, followed, halfway):
     connected = connect(source := Mixed(), 2, sync=False, timeout=60)
     before = leaves_of(source)
-    randomise(source.state_dict().values(), 1)
-
-    def fail():
-        raise RuntimeError("the device is gone")
+    scramble(source.state_dict().values(), 1)
 
     halfway(fail)
     started = time.monotonic()
@@ -169,14 +168,93 @@ def test_weights_that_cannot_be_read_to_the_end_are_applied_by_nobody(connect, r
 @over_network
 def test_ctrl_c_halfway_leaves_links_that_work(connect, followed, halfway):
     connected = connect(source := Mixed(), 2, sync=False)
-    randomise(source.state_dict().values(), 1)
-
-    def interrupt():
-        raise KeyboardInterrupt
+    scramble(source.state_dict().values(), 1)
 
     halfway(interrupt)
     with pytest.raises(KeyboardInterrupt):
         connected.push()
-    randomise(source.state_dict().values(), 2)
+    scramble(source.state_dict().values(), 2)
     connected.push()
     same_everywhere(connected, source)
+
+
+def rejoin(connected, worker_idx, process, model):
+    joining = connected.join(worker_idx, process, model)
+    connected.scheme.connect(worker_ids=[worker_idx])
+    process.result_of(joining)
+
+
+@over_network
+def test_after_ctrl_c_halfway_a_replacement_starts_from_what_the_others_hold(connect, receivers, followed, halfway):
+    connected = connect(source := Mixed(), 2, sync=False)
+    scramble(source.state_dict().values(), 1)
+    halfway(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        connected.push()
+    pushed = leaves_of(source)
+    scramble(source.state_dict().values(), 2)
+    connected.processes[1].kill()
+    rejoin(connected, 1, receivers[2], altered(source))
+    assert connected.versions == [1, 1]
+    for index in (0, 1):
+        assert_same_bits(connected.leaves(index), pushed)
+
+
+@over_network
+def test_after_weights_that_could_not_be_read_a_replacement_starts_from_another_reading(
+    connect, receivers, followed, halfway
+):
+    connected = connect(source := Mixed(), 2, sync=False)
+    scramble(source.state_dict().values(), 1)
+    halfway(fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        connected.push()
+    rejoin(connected, 1, receivers[2], altered(source))
+    assert connected.processes[1].call(version) == connected.scheme.version == 2
+    assert_same_bits(connected.leaves(1), leaves_of(source))
+
+
+@over_network
+def test_ctrl_c_twice_halfway_leaves_nobody_waiting(connect, followed, halfway):
+    connected = connect(source := Mixed(), 2, sync=False, timeout=60)
+    scramble(source.state_dict().values(), 1)
+    halfway(interrupt)
+    halfway(interrupt)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        connected.push()
+    assert time.monotonic() - started < 2.0
+    with pytest.raises(WeightSyncError, match="could not be read: KeyboardInterrupt"):
+        connected.push()
+    assert connected.versions == [0, 0]
+
+
+@over_network
+def test_weights_that_cannot_be_read_cost_only_those_their_link_who_got_a_part(connect, followed, halfway):
+    connected = connect(source := Mixed(), 3, sync=False, timeout=60)
+    connected.processes[2].call(hold_gate)
+    scramble(source.state_dict().values(), 1)
+    first, held = connected.scheme.send_async(), leaves_of(source)
+    links = connected.scheme._hub.links
+    eventually(lambda: [links[index].version for index in (0, 1)] == [1, 1])
+    scramble(source.state_dict().values(), 2)
+    queues = [connected.scheme._hub.dispatcher._queues[id(links[index])] for index in (0, 1)]
+
+    def fail_when_two_have_a_part():
+        eventually(lambda: all(queue[0].state.value == "sent" for queue in queues))
+        fail()
+
+    halfway(fail_when_two_have_a_part)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        connected.push()
+    assert time.monotonic() - started < 0.9  # nobody looks whether these workers have died
+    causes = [link.cause for link in links.values()]
+    assert [type(cause) for cause in causes] == [WeightSyncError, WeightSyncError, type(None)]
+    assert "gone: " not in str(causes[0]) and "could not be read: the device is gone" in str(causes[0])
+    connected.processes[2].call(release_gate)
+    assert first.wait(10).value == "done"
+    assert_same_bits(connected.leaves(2), held)
+    connected.push(worker_ids=2)
+    assert connected.versions[2] == 3
+    assert_same_bits(connected.leaves(2), leaves_of(source))

@@ -7,18 +7,8 @@ from torch import nn
 from lightning_weightsync import WeightSyncTimeout, WorkerError
 from lightning_weightsync.transports import process_group
 from tests.helpers import schemes
-from tests.helpers.schemes import (
-    assert_same_bits,
-    assert_text,
-    both_ways,
-    fill,
-    hold_gate,
-    layers,
-    leaves_of,
-    over_network,
-    randomise,
-    release_gate,
-)
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of, scramble
+from tests.helpers.schemes import assert_text, both_ways, hold_gate, layers, over_network, release_gate
 
 pytestmark = over_network
 
@@ -59,7 +49,7 @@ def test_every_byte_arrives(connect, inline, sync):
     connected = connect(source := layers(), 2, sync=sync)
     inline.clear()  # of the proofs
     for seed in range(5):
-        randomise(source.state_dict().values(), seed)
+        scramble(source.state_dict().values(), seed)
         connected.push()
         for index in (0, 1):
             assert_same_bits(connected.leaves(index), leaves_of(source))
@@ -81,7 +71,7 @@ def test_changes_alone_and_large_models_go_over_the_pair(connect, inline):
     for options, source in (({"only_changed": True}, layers()), ({}, nn.Linear(200, 200))):
         connected = connect(source, 1, sync=False, **options)
         inline.clear()
-        randomise(source.state_dict().values(), 1)
+        scramble(source.state_dict().values(), 1)
         connected.push()
         assert_same_bits(connected.leaves(), leaves_of(source))
         assert inline
@@ -91,7 +81,7 @@ def test_changes_alone_and_large_models_go_over_the_pair(connect, inline):
 def test_extra_state_beside_it(connect, inline):
     connected = connect(source := Counting(), 2, receiver_model=Counting(), sync=False)
     source.calls = {"of": list(range(1000))}
-    randomise(source.layer.parameters(), 1)
+    scramble(source.layer.parameters(), 1)
     connected.push()
     for process in connected.processes:
         assert process.call(lambda box: box.model.calls) == source.calls

@@ -9,7 +9,8 @@ from torch import nn
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncError
 from lightning_weightsync.transports.meeting import LateMeeting
 from tests.helpers import schemes
-from tests.helpers.schemes import altered, assert_same_bits, fill, leaves_of, over_network
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
+from tests.helpers.schemes import altered, over_network
 
 needs_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="NCCL moves memory between two GPUs, and this machine has not got them"

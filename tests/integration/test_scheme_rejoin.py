@@ -12,18 +12,9 @@ from lightning_weightsync import LayoutMismatchError, WeightSyncError, WeightSyn
 from lightning_weightsync.transports.link import LinkState
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
 from tests.helpers.models import WithExtraState
-from tests.helpers.schemes import (
-    altered,
-    assert_same_bits,
-    assert_text,
-    both_ways,
-    fill,
-    hold_gate,
-    layers,
-    leaves_of,
-    release_gate,
-)
+from tests.helpers.schemes import altered, assert_text, both_ways, hold_gate, layers, release_gate
 from tests.helpers.threads import Call, eventually
 
 
@@ -77,6 +68,23 @@ def test_a_replacement_holds_the_newest_weights_within_a_second_of_its_process_b
     assert time.monotonic() - started < 1.0
     assert connected.versions == [1, 1]
     assert_same_bits(connected.leaves(0), leaves_of(source))
+
+
+def test_a_replacement_starts_from_what_was_pushed_last_for_its_worker_and_not_for_another(connect, receivers):
+    """Each of two workers was pushed weights of its own, one push each; the process in a worker's place is the same."""
+    connected = connect(layers(), 2, sync=False)
+    own = [leaves_of(altered(layers())), leaves_of(layers())]
+    for worker in range(2):
+        connected.push(own[worker], worker_ids=worker)
+    connected.processes[0].kill()
+    rejoin(connected, 0, receivers[2], altered(layers()))
+    assert connected.versions == [1, 2] and connected.scheme.version == 2
+    for worker in range(2):
+        assert_same_bits(connected.leaves(worker), own[worker])
+    connected.push(own[1])
+    assert connected.versions == [3, 3]
+    for worker in range(2):
+        assert_same_bits(connected.leaves(worker), own[1])
 
 
 def test_the_newest_weights_outlive_all_workers(five, connect, receivers):

@@ -13,7 +13,8 @@ from torch import nn
 
 from tests.helpers import schemes
 from tests.helpers.holdings import holdings, memory_file_at, resident_bytes
-from tests.helpers.schemes import assert_same_bits, fill, layers, leaves_of, over_shared_memory
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
+from tests.helpers.schemes import layers, over_shared_memory
 from tests.helpers.threads import eventually
 
 LENGTHS = [pytest.param((2_000, 100), id="short"), pytest.param((20_000, 500), id="long", marks=pytest.mark.slow)]

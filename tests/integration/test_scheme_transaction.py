@@ -11,18 +11,11 @@ from torch import nn
 from lightning_weightsync import DistributedWeightSyncScheme, WeightSyncTimeout, WorkerError
 from lightning_weightsync.schemes.joining import connect_workers, reconnect_workers
 from lightning_weightsync.schemes.push import push_models
+from lightning_weightsync.schemes.transaction import Transaction
 from lightning_weightsync.transports.hub import LinkHub
 from tests.helpers import schemes
-from tests.helpers.schemes import (
-    Link,
-    altered,
-    assert_same_bits,
-    assert_text,
-    fill,
-    hold_gate,
-    leaves_of,
-    release_gate,
-)
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of
+from tests.helpers.schemes import Link, altered, assert_text, hold_gate, release_gate
 
 
 def twin_layers(size=256):
@@ -325,6 +318,62 @@ def test_safe_point_switches_in_the_calling_thread(connect):
     connected.scheme.send()
     assert process.result_of(waiting) == (True, False)
     assert_same_bits(connected.leaves(), leaves_of(source))
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_what_goes_wrong_at_a_safe_point_is_told_to_the_sender_and_not_to_the_policy_loop(connect, sync):
+    """The background thread waits for its turn to commit when the loop's safe point comes first."""
+    connected = connect(source := nn.Linear(3, 2), sync=sync)
+    process, before = connected.processes[0], connected.leaves()
+
+    def switch_at_safe_point(box):
+        threads = []
+
+        def hook(model, version):
+            threads.append(threading.current_thread())
+            raise LookupError("not this one")
+
+        def stage_and_let_the_loop_commit(push, staged):
+            stage(push, staged)
+            box.scheme._link._requests.pending = push
+            turn.set()
+            committed.wait(10)
+
+        box.scheme.add_applied_hook(hook)
+        turn, committed, stage = threading.Event(), threading.Event(), Transaction.stage
+        if not box.scheme.sync:
+            Transaction.stage = stage_and_let_the_loop_commit
+        deadline = time.monotonic() + 10
+        try:
+            while not threads:
+                assert time.monotonic() < deadline
+                assert box.scheme.sync or turn.wait(10)
+                assert not box.scheme.safe_point()
+        finally:
+            Transaction.stage = stage
+            committed.set()
+        return threads == [threading.current_thread()]
+
+    fill(source, 8.0)
+    waiting = process.begin(switch_at_safe_point)
+    with pytest.raises(WorkerError, match="LookupError: not this one"):
+        connected.scheme.send()
+    assert process.result_of(waiting)
+    assert_same_bits(connected.leaves(), before)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_to_connect_again_while_connected_changes_nothing(connect, sync):
+    """Two threads that read one channel would take each other's messages."""
+    connected = connect(source := nn.Linear(3, 2), sync=sync)
+    process = connected.processes[0]
+    process.call(schemes.connect)
+    services = process.call(lambda box: sum("weight-sync-receiver" in t.name for t in threading.enumerate()))
+    assert services == (0 if sync else 1)
+    for value in (1.0, 2.0):
+        fill(source, value)
+        connected.push()
+        assert_same_bits(connected.leaves(), leaves_of(source))
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -11,8 +11,9 @@ from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.transports.process_group import ProcessGroupReceiver
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver
 from tests.helpers import schemes
-from tests.helpers.models import Mixed, Tied, randomise
-from tests.helpers.schemes import assert_same_bits, fill, leaves_of, over_network
+from tests.helpers.leaves import assert_same_bits, fill, leaves_of, randomise
+from tests.helpers.models import Mixed, Tied
+from tests.helpers.schemes import over_network
 
 # --- verify ---------------------------------------------------------------------------------------------------------
 

@@ -7,13 +7,15 @@ import sys
 
 import pytest
 
-from benchmarks.soak import MEMORY_LIMIT, MODES, Holdings, growth, has_grown
+from benchmarks.holdings import Holdings
+from benchmarks.soak import MEMORY_LIMIT, MODES, growth, has_grown
 from tests.helpers.processes import nothing_left
 
 
 def looks_of(last, *, at=30):
     """Forty looks at one process, which holds this much from the ``at``-th on."""
-    return [{"trainer": Holdings(*(last if k >= at else (100.0, 4, 9, 3)))} for k in range(40)]
+    held = [last if k >= at else (100.0, 4, 9, 3) for k in range(40)]
+    return [{"trainer": Holdings(resident, resident / 2, *counts)} for resident, *counts in held]
 
 
 @pytest.mark.parametrize(

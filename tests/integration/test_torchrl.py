@@ -609,7 +609,7 @@ def test_a_loop_of_ones_own_may_hold_the_gate_itself() -> None:
         receiver.init_on_receiver("policy", model=model, worker_idx=0, safe_point=safe_point)
         return receiver
 
-    with pytest.raises(ValueError, match="safe_point='now': choose 'gate' or 'forward'"):
+    with pytest.raises(ValueError, match="safe_point='now': choose one of 'gate', 'forward'"):
         received(target, "now")
     with pytest.raises(TypeError, match="needs a module"):
         received(TensorDict.from_module(target), "forward")

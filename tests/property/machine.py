@@ -24,7 +24,7 @@ DURING = st.lists(st.sampled_from(["leave", "late", "drive", "cut", "end"]), min
 SECONDS = st.sampled_from([0.1, 1.0, 5.0, 12.0, 45.0])
 MISHAPS = ["stop", "raise", "raise", "scribble", "cut", "die", "die with its host", "end"]
 ON_THE_WAY = st.one_of(
-    st.none(), st.tuples(st.sampled_from(["cut", "die", "stop", "push", "push"]), st.integers(0, 14))
+    st.none(), st.tuples(st.sampled_from(["cut", "die", "stop", "push", "push elsewhere"]), st.integers(0, 14))
 )
 
 

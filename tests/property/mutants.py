@@ -10,12 +10,14 @@ import pytest
 
 from lightning_weightsync.schemes import requests
 from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.newest import Newest, NewestWeights
 from lightning_weightsync.schemes.receiver import ReceiverLink
 from lightning_weightsync.schemes.requests import Requests
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.transaction import Transaction
 from lightning_weightsync.transports.control import ControlChannel
-from lightning_weightsync.transports.delivery import Dispatcher, Errand
+from lightning_weightsync.transports.dispatcher import Dispatcher
+from lightning_weightsync.transports.errand import Errand
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.pushing import Delivery
 from lightning_weightsync.transports.shared_memory import SharedMemoryTransport
@@ -111,7 +113,14 @@ def newer_push_of_another_model_takes_the_place(patch: pytest.MonkeyPatch) -> No
 
 
 def queued_push_has_no_deadline(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Dispatcher, "_give_up_queued", lambda self, queue, errand: None)
+    patch.setattr(Dispatcher, "_give_up_queued", lambda self, errand: None)
+
+
+def replacement_starts_from_what_another_worker_was_pushed(patch: pytest.MonkeyPatch) -> None:
+    def newest_of_all(self: NewestWeights, worker_idx: int) -> Newest | None:
+        return max(self._kept.values(), key=lambda kept: kept.version, default=None)
+
+    patch.setattr(NewestWeights, "of", newest_of_all)
 
 
 def silent_worker_is_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -136,5 +145,6 @@ MUTANTS = [
     values_come_before_the_weights,
     newer_push_of_another_model_takes_the_place,
     queued_push_has_no_deadline,
+    replacement_starts_from_what_another_worker_was_pushed,
     silent_worker_is_waited_for,
 ]

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Text
 
-from lightning_weightsync.collectors.checks import explain, find_nan, find_outside, misfit, name_of
+from lightning_weightsync.collectors.checks import find_nan, find_outside, misfit, name_of
+from lightning_weightsync.errors import explain
 from tests.helpers.envs import CountingEnv
 
 NAMES = ["environment 0 (A)", "environment 1 (B)"]

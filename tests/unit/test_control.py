@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from lightning_weightsync.transports import control
 from lightning_weightsync.transports.control import (
-    LINK_MESSAGES,
     MAX_BLOB,
     MAX_JSON,
     ChannelClosed,
@@ -23,6 +22,7 @@ from lightning_weightsync.transports.control import (
     ProtocolError,
 )
 from lightning_weightsync.transports.memory import create_memory_file
+from lightning_weightsync.transports.messages import LINK_MESSAGES
 from tests.helpers.sockets import fill, frame, is_closed, num_descriptors, socket_pair
 from tests.helpers.threads import Call, eventually, soon
 

@@ -162,3 +162,8 @@ def test_weights_from_a_dict_leave_the_state_alone():
     staged = Destination(target, Stateful([8]))
     staged.push({"weight": torch.ones(2)})
     assert (target.state, target.weight.tolist()) == ([7], [1.0, 1.0])
+
+
+def test_only_whole_parts_of_a_name_are_taken_for_those_of_a_compiled_module():
+    module = nn.ModuleDict({"my_orig_mod": Stateful(), "plain": torch.compile(Stateful())})
+    assert list(stateful_parts(module)) == ["my_orig_mod._extra_state", "plain._extra_state"]

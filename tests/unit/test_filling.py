@@ -1,6 +1,7 @@
 """Whoever follows a slot that is being written gets every byte of it, in order, and none before it is there."""
 
 import threading
+import weakref
 
 import pytest
 
@@ -125,3 +126,17 @@ def test_many_who_come_at_any_time():
     for follower in followers:
         assert follower.told[-1] == SIZE
         assert follower.told == sorted(set(follower.told))
+
+
+def test_what_was_copied_and_who_has_followed_are_let_go_with_the_last_byte():
+    slot = Slot()
+    weights, follower = weakref.ref(slot), Follower(slot)
+    slot.filling.follow(follower.take)
+    slot.filling.run()
+    filling, slot.filling = slot.filling, None
+    del slot, follower
+    assert weights() is None  # without a collection of cycles
+    filling.run()
+    late = []
+    filling.follow(late.append)
+    assert late == [SIZE]

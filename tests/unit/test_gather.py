@@ -1,13 +1,19 @@
 """Every leaf lands bit for bit where the layout says, whichever way it is copied."""
 
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_weightsync.schemes import gather as module_under_test
 from lightning_weightsync.schemes.gather import Gather
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.slots import SlotPool
-from tests.helpers.models import bits
+from tests.helpers.leaves import bits
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
@@ -109,3 +115,33 @@ def test_lazily_conjugated_and_negated_leaves_are_resolved():
     found = gathered(tensors)
     assert found["a"].tolist() == [1 - 2j, 3 + 4j]
     assert found["b"].tolist() == [-2, 4]
+
+
+def test_an_interrupted_copy_leaves_nobody_who_goes_on_with_it(monkeypatch):
+    """The target is given to somebody else then."""
+    caller, moved = threading.current_thread(), []
+
+    def memmove(target, source, nbytes):
+        if threading.current_thread() is caller:
+            if moved:
+                raise KeyboardInterrupt
+            nbytes = 0
+        moved.append(nbytes)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(module_under_test, "ctypes", SimpleNamespace(memmove=memmove))
+    before = threading.active_count()
+    with at_least_two_threads(), pytest.raises(KeyboardInterrupt):
+        module_under_test.move([(0, 0, 1 << 30)])
+    done = len(moved)
+    assert done < 100 and threading.active_count() == before
+    time.sleep(0.05)
+    assert len(moved) == done
+
+
+@contextlib.contextmanager
+def at_least_two_threads():
+    count = torch.get_num_threads()
+    torch.set_num_threads(max(2, count))
+    yield
+    torch.set_num_threads(count)

@@ -258,16 +258,23 @@ def test_an_error_of_the_environment_or_the_policy_comes_through_and_leaves_the_
         def step(self, action):
             raise OSError("no such joint")
 
+    class Leaving(CountingEnv):
+        def step(self, action):
+            raise SystemExit("no licence")
+
     class Confused(nn.Module):
         def forward(self, td):
             raise ArithmeticError("not today")
 
     for source, error in (
         (collector(Broken, update_at=update_at), OSError),
+        (collector(Leaving, update_at=update_at), SystemExit),
         (collector(policy=Confused), ArithmeticError),
     ):
-        with pytest.raises(error):
+        with pytest.raises(error) as caught:
             next(iter(source))
+        named = any("in step()" in note for note in getattr(caught.value, "__notes__", []))
+        assert named == (error is not ArithmeticError)
         assert not source.gate.inside
 
 

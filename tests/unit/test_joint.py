@@ -12,7 +12,7 @@ from lightning_weightsync.collectors.process import JOB_MESSAGES
 from lightning_weightsync.collectors.rollouts import LENT_SLOTS, OWN_SLOTS, BatchReader, BatchWriter
 from lightning_weightsync.transports.control import ControlChannel
 from lightning_weightsync.transports.memory import create_memory_file
-from tests.helpers.models import assert_same_bits
+from tests.helpers.leaves import assert_same_bits
 
 
 class Worker:

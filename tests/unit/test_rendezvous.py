@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -18,7 +19,7 @@ from lightning_weightsync.transports.rendezvous import Rendezvous, bind_listener
 from tests.helpers.sockets import frame, is_closed, num_descriptors
 from tests.helpers.threads import Call, soon
 
-WELCOME = {"run": 3, "version": 14, "generation": 2, "heartbeat_timeout": 30.0}
+WELCOME = {"generation": 2, "heartbeat_timeout": 30.0}
 HELLO = {"kind": "hello", "worker_idx": 0, "pid": 1}
 
 
@@ -267,7 +268,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 sender = Rendezvous()
 print(*sender.info.values(), flush=True)
 joined = sender.accept([0], time.monotonic() + 20.0, lambda missing: None)
-joined[0].channel.send("welcome", run=3, version=14, generation=2, heartbeat_timeout=30.0)
+joined[0].channel.send("welcome", generation=2, heartbeat_timeout=30.0)
 print(sorted(joined), flush=True)
 """
 
@@ -642,3 +643,48 @@ def test_fifty_rounds_of_good_and_bad_clients_leak_no_descriptor(rendezvous):
         one_round()
     assert num_descriptors() == before
     assert len(errors) == 51 * 5
+
+
+class Failing:
+    """A listening socket whose next accepts fail, each with another error."""
+
+    def __init__(self, listener, numbers):
+        self._listener, self.numbers = listener, list(numbers)
+
+    def accept(self):
+        if self.numbers:
+            number = self.numbers.pop()
+            raise OSError(number, os.strerror(number))
+        return self._listener.accept()
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+
+def test_a_connection_that_the_network_has_broken_before_it_was_accepted_disturbs_nobody(rendezvous, closing):
+    numbers = [errno.ENETDOWN, errno.EPROTO, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNABORTED]
+    failing = rendezvous._listener = Failing(rendezvous._listener, numbers)
+    accepting = Call(accept_and_welcome, rendezvous, [0])
+    channel, _ = join(rendezvous.info, 0, soon())
+    closing(channel)
+    for member in accepting.result().values():
+        closing(member.channel)
+    assert failing.numbers == []
+
+
+def test_a_listener_that_is_closed_meanwhile_is_told_by_the_watch(rendezvous):
+    def watch(missing):
+        if not failing.numbers:
+            raise WeightSyncError("shut down")
+
+    failing = rendezvous._listener = Failing(rendezvous._listener, [errno.EBADF])
+    accepting = Call(rendezvous.accept, [0], soon(), watch)
+    with dial(rendezvous), pytest.raises(WeightSyncError, match="shut down"):
+        accepting.result()
+
+
+def test_other_errors_of_accept_are_raised(rendezvous):
+    rendezvous._listener = Failing(rendezvous._listener, [errno.EPERM])
+    accepting = Call(rendezvous.accept, [0], soon(), patiently)
+    with dial(rendezvous), pytest.raises(PermissionError):
+        accepting.result()

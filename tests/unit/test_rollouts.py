@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from lightning_weightsync.collectors.rollouts import LENT_SLOTS, NUM_SLOTS, BatchReader, BatchWriter
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.transports.memory import create_memory_file
-from tests.helpers.models import assert_same_bits
+from tests.helpers.leaves import assert_same_bits
 
 ENVS, STEPS = 2, 3
 

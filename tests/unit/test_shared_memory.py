@@ -8,7 +8,7 @@ import torch
 from lightning_weightsync.transports.base import ReceiverTransport, SenderTransport, TransferFailed
 from lightning_weightsync.transports.control import ControlChannel
 from lightning_weightsync.transports.layout import WeightLayout
-from lightning_weightsync.transports.link import WorkerLink
+from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.memory import create_memory_file, map_memory
 from lightning_weightsync.transports.posting import PostingChannel
 from lightning_weightsync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
@@ -80,6 +80,13 @@ class Bench:
         staged = [self.deliver(worker, slot) for worker in range(len(self.links))]
         self.pool.release(slot, "push")
         return staged
+
+    def push_to_the_living(self, value):
+        slot = self.write(value)
+        for worker, link in enumerate(self.links):
+            if link.state is LinkState.OPEN:
+                self.deliver(worker, slot)
+        self.pool.release(slot, "push")
 
     def close(self):
         for link in self.links:
@@ -220,6 +227,65 @@ def test_the_slot_of_a_lost_worker_retires_and_the_others_forget_it_when_they_ha
     with pytest.raises(TransferFailed, match=f"slot {held.index} is not known here"):
         workers.receivers[1].stage({"slot": held.index}, SIZE, soon())
     assert held.memory[0] == 1  # nobody wrote it
+
+
+def retiring(workers):
+    """A slot that the workers know, and that nobody but ``"newest"`` holds: it retires when that lets go."""
+    slot = workers.write(1)
+    for worker in range(len(workers.links)):
+        workers.deliver(worker, slot)
+    workers.pool.hold(slot, "newest")
+    workers.pool.release(slot, "push")
+    workers.links[-1].end(ConnectionError("killed"))
+    assert slot.retired
+    workers.push_to_the_living(2)
+    assert slot.holders == {"newest"}
+    return slot
+
+
+def test_a_worker_that_is_lost_while_others_are_told_that_a_slot_retires_breaks_nothing(bench):
+    """Who lets go of a slot is the trainer's thread; who loses a worker is the one that drives."""
+    workers = bench(3, max_slots=3)
+    slot = retiring(workers)
+    workers.messages(0)
+    encode = workers.links[0].channel.encode
+
+    def lose_the_next_one(kind, *args, **fields):
+        workers.links[1].end(ConnectionError("killed meanwhile"))
+        return encode(kind, *args, **fields)
+
+    workers.links[0].channel.encode = lose_the_next_one
+    workers.pool.release(slot, "newest")
+    assert workers.messages(0) == [("retire", slot.index)]
+
+
+def test_a_worker_with_no_room_for_it_hears_later_that_a_slot_has_retired(bench):
+    """Or it would keep the memory, and its descriptor, for as long as it lives."""
+    workers = bench(2, max_slots=3)
+    slot = retiring(workers)
+    workers.messages(0)
+    channel = workers.links[0].channel
+    while not channel.has_mail:
+        channel.send("digest", model_id="x" * 10_000)
+    workers.pool.release(slot, "newest")
+    while workers.channels[0].poll() is not None:
+        pass
+    workers.sender.send(0, workers.write(3))
+    kinds = []
+    while (message := workers.channels[0].poll()) is not None or channel.has_mail:
+        kinds += [(message.kind, message["index"])] if message is not None and message.kind != "digest" else []
+        channel.post()
+    assert kinds[0] == ("retire", slot.index)
+
+
+def test_what_is_sent_to_a_lost_worker_is_a_failed_transfer(bench):
+    workers = bench(1)
+    slot = workers.write(1)
+    workers.links[0].end(ConnectionError("killed"))
+    with pytest.raises(TransferFailed, match="worker 0 is lost"):
+        workers.sender.send(0, slot)
+    workers.sender.settled(0, slot, applied=True)
+    assert slot.holders == {"push"}
 
 
 def test_a_replacement_is_told_of_every_slot_anew_and_its_predecessors_end_does_not_concern_it(bench):

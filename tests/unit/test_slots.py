@@ -3,12 +3,15 @@
 import errno
 import os
 import threading
+import weakref
+from functools import partial
 
 import pytest
 import torch
 
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.transports import slots
+from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.slots import SlotPool
 from tests.helpers.sockets import num_descriptors
@@ -251,3 +254,26 @@ def test_no_memory_for_one_more_slot_is_an_error_that_says_so_and_leaves_nothing
             pool.try_acquire("second")
     assert num_descriptors() == before and len(pool) == 1
     assert pool.try_acquire("second") not in (None, taken)
+
+
+def test_a_pool_that_was_closed_makes_no_more_slots(make):
+    """Whoever shuts down does not wait for a push that is about to take a slot."""
+    pool = make()
+    pool.try_acquire("push")
+    pool.close()
+    before = num_descriptors()
+    for call in (lambda: pool.try_acquire("push"), lambda: pool.prefault(2)):
+        with pytest.raises(WeightSyncError, match="shut down"):
+            call()
+    assert (len(pool), num_descriptors()) == (0, before)
+
+
+def test_a_slot_that_was_not_filled_to_its_end_is_given_back_at_once(make):
+    pool = make()
+    slot = pool.try_acquire("push")
+    weights = torch.zeros(3)
+    slot.filling = Filling(LAYOUT.nbytes, partial(iter, (slot, weights)))
+    memory = weakref.ref(slot)
+    pool.close()
+    del slot
+    assert memory() is None  # without a collection of cycles

@@ -9,7 +9,8 @@ from lightning_weightsync.errors import LayoutMismatchError
 from lightning_weightsync.schemes.source import Source
 from lightning_weightsync.schemes.strategy import WeightStrategy
 from lightning_weightsync.transports.slots import SlotPool
-from tests.helpers.models import Mixed, Tied, WithExtraState, bits, randomise, values
+from tests.helpers.leaves import bits, randomise, values
+from tests.helpers.models import Mixed, Tied, WithExtraState
 
 BY_LEAF, BY_STATE = WeightStrategy("tensordict"), WeightStrategy("state_dict")
 both_strategies = pytest.mark.parametrize("strategy", [BY_LEAF, BY_STATE], ids=["tensordict", "state_dict"])

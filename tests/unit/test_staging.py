@@ -6,10 +6,13 @@ from tensordict import TensorDict
 from torch import nn
 
 from lightning_weightsync.errors import LayoutMismatchError
+from lightning_weightsync.schemes.matching import copy_may_fail
 from lightning_weightsync.schemes.staging import StagedModel
 from lightning_weightsync.schemes.strategy import WeightStrategy
 from lightning_weightsync.transports.layout import WeightLayout
-from tests.helpers.models import Mixed, Tied, assert_same_bits, bits, randomise, values
+from lightning_weightsync.transports.window import Window
+from tests.helpers.leaves import assert_same_bits, bits, randomise, values
+from tests.helpers.models import Mixed, Tied
 from tests.helpers.staging import Destination
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # said when torch.compile is first used
@@ -746,3 +749,123 @@ def test_another_target_that_does_not_fit_is_refused_and_the_first_one_stays(oth
     randomise(source.inner, 2)
     pushed(staged, source)
     assert_same_bits(values(target.inner), values(source.inner))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (lambda m: m.share_memory(), lambda m: setattr(m.weight, "data", m.weight.data.clone())),
+        (
+            lambda m: setattr(m.weight, "data", m.weight.data.t().contiguous().t()),
+            lambda m: setattr(m.weight, "data", m.weight.data.contiguous()),
+        ),
+        (lambda m: m.float(), lambda m: m.bfloat16()),
+    ],
+    ids=["in shared memory", "not contiguous", "of another dtype"],
+)
+def test_a_target_that_said_at_first_that_it_holds_no_slot_never_lives_in_one(before, after):
+    """The sender writes the slots of such a worker again while the worker's policy runs."""
+    source, target = nn.Linear(3, 2, bias=False).bfloat16(), nn.Linear(3, 2, bias=False).bfloat16()
+    before(target)
+    staged = StagedModel("policy", target, BY_LEAF, may_switch=True)
+    staged.bind(layout_of(source), casts=True)
+    assert not staged.holds_slot
+    after(target)
+    assert target.weight.is_contiguous() and not target.weight.is_shared()
+    filled = Destination(nn.Linear(3, 2, bias=False).bfloat16(), randomise(source, 1)).fill()
+    staged.apply(filled.slot, filled.extra, keep_backup=False)
+    assert not staged.holds_slot
+    assert_same_bits(values(target), values(source.to(target.weight.dtype)))
+
+
+# --- failures half-way, with nothing that asked for a backup ---------------------------------------------------------
+
+
+def test_a_first_version_that_cannot_be_shown_leaves_the_target_as_it_was(monkeypatch):
+    source, target = randomise(Mixed(), 1), Mixed()
+    before, addresses = values(target), [parameter.data_ptr() for parameter in target.parameters()]
+    view = target.net[0].weight.detach().view(-1)
+    staged = bound(target, source, SWITCHED)
+    staged.fill()
+
+    def cannot(*args, **kwargs):
+        raise OSError("too many mappings")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="too many"):
+        patch.setattr(Window, "show", cannot)
+        staged.apply_filled(keep_backup=False)
+    staged.roll_back()
+    assert_same_bits(values(target), before)
+    assert [parameter.data_ptr() for parameter in target.parameters()] == addresses
+    target.net[0].weight.data.fill_(3)
+    assert view.unique().tolist() == [3.0]
+    pushed(staged, source)
+    assert_same_bits(dict(target.state_dict()), dict(source.state_dict()))
+
+
+class Fragile(torch.Tensor):
+    """Somebody's tensor, to which the next copy fails, when those before it have been made."""
+
+    broken = False
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if cls.broken and function is torch._foreach_copy_:
+            cls.broken = False
+            torch._foreach_copy_(args[0][:-1], args[1][:-1])
+            raise MemoryError("no room on the device")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_copy_that_fails_after_other_leaves_were_switched_and_copied_is_undone():
+    def net(wrap):
+        module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        module.register_buffer("far", wrap(torch.ones(2)))
+        return module
+
+    source, target = net(torch.Tensor.clone), net(lambda tensor: tensor.as_subclass(Fragile))
+    staged = bound(target, source, SWITCHED)
+    for seed in (1, 2):
+        pushed(staged, randomise(source, seed))
+    assert staged.holds_slot
+    before = values(target)
+    staged.fill(randomise(source, 3))
+    Fragile.broken = True
+    with pytest.raises(MemoryError):
+        staged.apply_filled(keep_backup=False)
+    assert bits(target[0].weight) == bits(source[0].weight)
+    staged.roll_back()
+    assert_same_bits(values(target), before)
+    pushed(staged, source)
+    assert bits(target[0].weight) == bits(source[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "may_fail"),
+    [
+        (torch.zeros(2, 3), False),
+        (torch.zeros(2, 3, dtype=torch.bfloat16), False),
+        (torch.zeros(3, 2).t(), False),
+        (torch.zeros(2, 3, device="meta"), False),  # stands for a device: to write there is a transfer
+        (torch.zeros(2, 3, dtype=torch.bfloat16, device="meta"), True),
+        (torch.zeros(3, 2, device="meta").t(), True),
+        (torch.zeros(2, 3).as_subclass(Fragile), True),
+    ],
+)
+def test_a_copy_may_fail_where_it_needs_memory_of_a_device_or_somebody_elses_code(tensor, may_fail):
+    (leaf,) = WeightLayout.of({"": torch.zeros(2, 3)}).leaves
+    assert copy_may_fail(tensor, leaf) is may_fail
+
+
+def test_a_layout_that_is_refused_changes_nothing_of_what_was_agreed_on():
+    source, target = randomise(nn.Linear(3, 2), 1), nn.Linear(3, 2)
+    staged = switched(target, source)
+    other = layout_of(nn.Linear(4, 2))
+    with pytest.raises(LayoutMismatchError):
+        staged.bind(other, extra_keys=["x"], casts=True, strict=False, may_hold=False)
+    pushed(staged, randomise(source, 2))
+    assert_same_bits(values(target), values(source))
+    assert staged.holds_slot and staged.strict
+    target.double()
+    with pytest.raises(LayoutMismatchError):
+        pushed(staged, source)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from lightning_weightsync.transports import strangers
 from lightning_weightsync.transports.strangers import keep_out
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="packet filters of Linux")
@@ -56,3 +57,8 @@ def test_a_connection_with_that_address_is_not_taken_for_a_listener(listeners):
         assert keep_out(address_of(client)) == 0
         client.sendall(b"x")
         assert accepted.recv(1) == b"x"
+
+
+def test_without_proc_nobody_is_kept_out_and_nothing_raised(monkeypatch, listeners):
+    monkeypatch.setattr(strangers, "_DESCRIPTORS", "/nowhere/fd")
+    assert keep_out(address_of(listeners[0])) == 0

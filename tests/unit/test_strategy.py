@@ -14,9 +14,10 @@ from lightning_weightsync.schemes.strategy import (
     non_persistent,
     same_values,
     unwrap,
-    write,
 )
-from tests.helpers.models import Mixed, Tied, WithExtraState, assert_same_bits, bits, randomise, values
+from lightning_weightsync.schemes.writing import write
+from tests.helpers.leaves import assert_same_bits, bits, randomise, values
+from tests.helpers.models import Mixed, Tied, WithExtraState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # said when torch.compile is first used
 

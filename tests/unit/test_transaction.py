@@ -10,7 +10,8 @@ from lightning_weightsync.errors import StaleVersionError, WeightSyncTimeout
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.strategy import WeightStrategy
 from lightning_weightsync.schemes.transaction import Staged, Transaction, TransactionState, check_newer
-from tests.helpers.models import Mixed, assert_same_bits, randomise, values
+from tests.helpers.leaves import assert_same_bits, randomise, values
+from tests.helpers.models import Mixed
 from tests.helpers.staging import Destination
 from tests.helpers.threads import Call, eventually, soon
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
-from lightning_weightsync.transports.delivery import ErrandState
+from lightning_weightsync.transports.errand import ErrandState
 from lightning_weightsync.transports.link import LinkState
 from lightning_weightsync.transports.process_group import ProcessGroupSender
 
@@ -84,7 +84,10 @@ def check(world: World) -> None:
     for scheme in world.schemes.values():
         if scheme._pool is not None:
             living = sum(link.state is LinkState.OPEN for link in world.hub.links.values())
-            assert len(scheme._pool) <= scheme._pool.max_slots + 2 * living, f"{len(scheme._pool)} slots"
+            slots = scheme._pool._slots.values()
+            kept = [slot for slot in slots if slot.retired and slot.holders == {scheme._newest}]  # one per worker
+            assert len(slots) - len(kept) <= scheme._pool.max_slots + 2 * living, f"{len(slots)} slots"
+            assert len(kept) <= len(world.current) + 1, f"{len(kept)} slots are kept for those who join next"
 
 
 def _check_link(worker: SimulatedWorker) -> None:
@@ -122,6 +125,14 @@ def _check_push(world: World, push: Pushed) -> None:
         assert all(push.serial in worker.applied for worker in push.targets.values()), "done, and not applied"
     if handle.superseded:
         assert not handle.failed
+
+
+def check_start(world: World, worker: SimulatedWorker) -> None:
+    """A replacement that has been connected holds what was pushed last for its worker, of each model."""
+    for model_id in worker.nets:
+        last = [push for push in world.pushed if worker.index in push.targets and model_id in push.values][-1]
+        holds = worker.nets[model_id].value()
+        assert holds == last.values[model_id], f"it starts from {holds}, and was to hold {last.values[model_id]}"
 
 
 def check_deadlines(world: World) -> None:

@@ -137,6 +137,7 @@ class World:
             "die": lambda: worker.die(lossy=True),
             "stop": worker.stop,
             "push": self._push_by_another_thread,
+            "push elsewhere": lambda: self._push_by_another_thread([1 - index]),
         }
         if trouble is not None:
             self._trouble = (after, acts[trouble])
@@ -149,6 +150,9 @@ class World:
             no_slot = self.max_slots is not None and not all(push.settled for push in self.pushed)
             assert worker.harmed or worker.stopped or no_slot, "nothing has happened to it, and it was not connected"
             worker.harmed = True  # it is turned away
+        else:
+            if not worker.harmed and not worker.stopped:
+                laws.check_start(self, worker)
         finally:
             self._trouble = None
 
@@ -327,10 +331,10 @@ class World:
         self.hub.next_values = {"pushes before": len(self.pushed)}
         return handle
 
-    def _push_by_another_thread(self) -> None:
+    def _push_by_another_thread(self, targets: Sequence[int] = range(NUM_WORKERS)) -> None:
         """Only where it would not wait: the thread that is played has to go on."""
         if self.max_slots is None and all(push.settled for push in self.pushed) and not self.hub.pushing._is_owned():
-            self.push(MODELS, range(NUM_WORKERS), 30.0, replaceable=True)
+            self.push(MODELS, targets, 30.0, replaceable=True)
 
     @contextlib.contextmanager
     def _meeting(self, coming: list[SimulatedWorker]) -> Iterator[float]:

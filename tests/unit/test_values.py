@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_weightsync import values
-from lightning_weightsync.collectors.schedule import canonical, serving
+from lightning_weightsync.collectors.values import canonical, serving
 
 
 def test_without_anybody_who_serves_there_are_none():

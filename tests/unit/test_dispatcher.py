@@ -6,11 +6,13 @@ import time
 
 import pytest
 
-from lightning_weightsync.errors import WeightSyncTimeout
+from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.transports.control import ChannelClosed, ControlChannel
-from lightning_weightsync.transports.delivery import Dispatcher, Errand, ErrandState
+from lightning_weightsync.transports.dispatcher import Dispatcher
+from lightning_weightsync.transports.errand import Errand, ErrandState
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.posting import PostingChannel
+from lightning_weightsync.transports.pushing import PushHandle
 from tests.helpers.sockets import socket_pair
 from tests.helpers.threads import Call, eventually, soon
 
@@ -165,6 +167,29 @@ def test_beats_are_no_answers(exchange):
     there.workers[0].send("beat")
     there.answer()
     assert there.dispatcher.wait([errand], soon()) is True
+
+
+def test_a_worker_that_floods_its_sender_with_beats_keeps_nobody_else_waiting(exchange, monkeypatch):
+    """Whenever some have been read, there are more."""
+    there = exchange(2)
+    beats = there.workers[0].encode("beat")
+    flood = b"".join([beats] * 100)
+    read = there.links[0].channel._read
+    monkeypatch.setattr(there.links[0].channel, "_read", lambda: (there.workers[0]._sock.send(flood), read())[1])
+    there.workers[0].send("beat")
+    there.answer(1, 2)  # unasked, which the driver notices when it comes to it
+    there.dispatcher.wait_until(lambda: there.lost, soon(2))
+    assert there.lost == [1]
+
+
+def test_an_answer_behind_many_beats_is_found(exchange):
+    there = exchange()
+    (errand,) = there.submit(there.errand())
+    there.dispatcher.wait_until(lambda: errand.state is SENT, soon())
+    for _ in range(200):
+        there.workers[0].send("beat")
+    there.answer()
+    assert there.dispatcher.wait([errand], soon(2)) is True
 
 
 # --- queues ---------------------------------------------------------------------------------------------------------
@@ -493,6 +518,33 @@ def test_closing_while_nothing_is_under_way_ends_the_background_thread(exchange)
     assert not [thread for thread in threading.enumerate() if thread.name == "weight-sync-sender"]
 
 
+def test_whoever_waits_beside_the_background_thread_finds_its_errands_failed_when_it_is_closed(exchange, monkeypatch):
+    """The background thread has gone by then, and the thread that closes may not have come to failing them."""
+    there = exchange()
+    (errand,) = there.submit(there.errand())
+    there.dispatcher.run_in_background()
+    assert there.asked() == 1
+    waiting = Call(there.dispatcher.wait, [errand])
+    eventually(lambda: there.dispatcher._waiters)
+    told = threading.Event()
+    monkeypatch.setattr(there.dispatcher._background, "join", lambda timeout: told.wait(5))
+    closing = Call(there.dispatcher.close)
+    assert waiting.result(2.0) is True
+    assert errand.state is FAILED and "the sender was shut down" in str(errand.error)
+    told.set()
+    closing.result(2.0)
+
+
+def test_a_push_that_is_not_settled_when_the_sender_is_shut_down_says_so():
+    class Closed:
+        def wait(self, errands, deadline):
+            return False
+
+    handle = PushHandle(1, 2, Closed(), "push of version 2")
+    with pytest.raises(WeightSyncError, match="push of version 2: the sender was shut down"):
+        handle.wait()
+
+
 def test_after_closing_errands_fail_and_do_not_wait(exchange):
     there = exchange()
     there.dispatcher.close()
@@ -525,6 +577,30 @@ def test_a_link_is_given_up_while_nobody_drives_and_after_the_end(exchange):
     there.dispatcher.close()
     there.dispatcher.give_up(there.links[1], ConnectionError("not needed"))
     assert there.links[1].state is LinkState.BROKEN
+
+
+def test_a_link_that_has_ended_is_not_lost_once_more(exchange):
+    there = exchange(2)
+    there.links[0].end(ValueError("dead before"))
+    there.dispatcher.give_up(there.links[0], ConnectionError("not needed"))
+    there.dispatcher.wait_until(lambda: False, soon(0.1))
+    assert there.lost == [] and "dead before" in str(there.links[0].cause)
+
+
+def test_what_is_called_off_fails_and_only_links_of_what_was_sent_are_given_up(exchange):
+    there = exchange(3)
+    before, queued = there.submit(there.errand(0, 1), there.errand(0, 2))
+    sent, answered = there.submit(there.errand(1, 2), there.errand(2, 2))
+    serving = there.serve(2, count=1)
+    assert there.dispatcher.wait([answered], soon(5)) is True
+    serving.result()
+    there.dispatcher.call_off([queued, sent, answered], WeightSyncError("no more of it"))
+    assert [e.state for e in (before, queued, sent, answered)] == [SENT, FAILED, FAILED, ANSWERED]
+    assert there.lost == [1]
+    assert re.fullmatch(r"worker 0 \(pid 1\): no more of it \(phase: push 2\)", str(queued.error))
+    there.asked(0)
+    there.answer(0)
+    assert there.dispatcher.wait([before], soon(5)) is True
 
 
 def test_an_answer_that_is_not_the_one_that_is_due_costs_the_link(exchange):

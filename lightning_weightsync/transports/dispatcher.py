@@ -1,13 +1,8 @@
 """How does a sender talk to many workers at once? One errand at a time per worker, all workers side by side.
 
-An errand is one request to one worker and its one answer. Each link has a queue; its first errand is sent as soon as
-the one before has settled. Nobody waits for anybody else's worker: a slow one only lengthens its own queue, in which
-a newer push takes the place of an older one that has not been sent.
-
-    QUEUED --sent--> SENT --answer--> ANSWERED
-      |  |             +--link lost--> FAILED
-      |  +--link lost, or deadline---> FAILED
-      +--a newer push takes its place-> SUPERSEDED
+Each link has a queue; its first errand is sent as soon as the one before has settled. Nobody waits for anybody else's
+worker: a slow one only lengthens its own queue, in which a newer push takes the place of an older one that has not been
+sent.
 
 Whoever waits for errands drives the exchange for everybody; while nobody waits and pushes are under way, a background
 thread does.
@@ -21,91 +16,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterable, Sequence
 
-from lightning_weightsync.errors import WeightSyncTimeout
-from lightning_weightsync.transports.control import ChannelClosed, Message
-from lightning_weightsync.transports.link import LinkState, WorkerLink
+from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
+from lightning_weightsync.transports.control import ChannelClosed
+from lightning_weightsync.transports.errand import Errand, ErrandState
+from lightning_weightsync.transports.link import LinkState, WorkerLink, silent_for
 
 _LOOK_AROUND = 0.05
-
-
-class ErrandState(Enum):
-    """See the module's picture."""
-
-    QUEUED = "queued"
-    SENT = "sent"
-    ANSWERED = "answered"
-    FAILED = "failed"
-    SUPERSEDED = "superseded"
-
-    __hash__ = object.__hash__  # Enum's own is a call into Python, for each look into a table
-
-
-_MOVES = {
-    ErrandState.QUEUED: {ErrandState.SENT, ErrandState.FAILED, ErrandState.SUPERSEDED},
-    ErrandState.SENT: {ErrandState.ANSWERED, ErrandState.FAILED},
-}
-
-
-class Errand:
-    """One request to one worker, and its answer.
-
-    Args:
-        link: The worker's link.
-        request: Sends it; runs in whichever thread drives.
-        expected: Kinds of messages that are an answer.
-        phase: What it is about, for errors.
-        deadline: On the monotonic clock, in seconds.
-        check: Called with the answer before it counts; raises ``ChannelClosed`` if it answers something else.
-        settled: Called once, when the state is final, in whichever thread drives; must not block.
-        takes_place_of: Whether this errand makes a queued one needless.
-
-    Attributes:
-        state: See ``ErrandState``; changed by ``move`` alone.
-        reply: The answer, once ``ANSWERED``.
-        error: The cause, once ``FAILED``.
-        final: Whether the state changes no more.
-    """
-
-    def __init__(
-        self,
-        link: WorkerLink,
-        request: Callable[[WorkerLink], None],
-        expected: Collection[str],
-        *,
-        phase: str,
-        deadline: float,
-        check: Callable[[Message], None] | None = None,
-        settled: Callable[[Errand], None] | None = None,
-        takes_place_of: Callable[[Errand], bool] | None = None,
-    ) -> None:
-        self.link = link
-        self.request = request
-        self.expected = expected
-        self.phase = phase
-        self.deadline = deadline
-        self.check = check
-        self.takes_place_of = takes_place_of
-        self.state = ErrandState.QUEUED
-        self.reply: Message | None = None
-        self.error: Exception | None = None
-        self.created = time.monotonic()
-        self.final = False
-        self._settled = settled
-
-    def move(self, state: ErrandState, *, reply: Message | None = None, error: Exception | None = None) -> None:
-        """Change the state; tells ``settled`` when it is final."""
-        if state not in _MOVES.get(self.state, ()):
-            raise RuntimeError(f"an errand cannot go from {self.state.value} to {state.value}")
-        self.state = state
-        self.reply = reply
-        self.error = error
-        if state not in _MOVES:
-            if self._settled is not None:
-                self._settled(self)
-            self.final = True  # last: another thread that finds it final must find its consequences too
+_BETWEEN = "between pushes"
+_BEATS_AT_ONCE = 16
 
 
 class Dispatcher:
@@ -123,7 +43,7 @@ class Dispatcher:
         self._lose = lose
         self._queues: dict[int, deque[Errand]] = {}
         self._ready: deque[Errand] = deque()  # first in their queues, and not sent yet
-        self._given_up: deque[tuple[WorkerLink, Exception]] = deque()
+        self._given_up: deque[tuple[WorkerLink, Exception, str, float | None]] = deque()
         self._looked_around = 0.0
         self._links: dict[int, WorkerLink] = {}
         self._mutex = threading.RLock()
@@ -148,14 +68,29 @@ class Dispatcher:
             link.when_ended(lambda: self._forget(descriptor, link))
         self._wake()  # whoever drives listens to it from now on
 
-    def give_up(self, link: WorkerLink, error: Exception) -> None:
+    def give_up(self, link: WorkerLink, error: Exception, *, phase: str = _BETWEEN, since: float | None = None) -> None:
         """End a link, and fail what is queued for it; returns when that is done, by whoever drives.
 
         Nobody but the driver ends a link while the exchange goes on: it may be sending on it, or reading its answer.
+
+        Args:
+            link: That cannot be used any more.
+            error: Why.
+            phase: What it was about, for errors, if nothing is queued.
+            since: When that began, on the monotonic clock, in seconds.
         """
-        self._given_up.append((link, error))
+        if link.state is not LinkState.OPEN:
+            return
+        self._given_up.append((link, error, phase, since))
         self.wait_until(lambda: link.state is not LinkState.OPEN)
         link.end(error)  # if the exchange is over, and nobody drives any more
+
+    def call_off(self, errands: Iterable[Errand], error: WeightSyncError) -> None:
+        """What these errands carry cannot be completed: fail them. Who has been sent a part loses its link."""
+        for errand in errands:
+            reason = WeightSyncError(f"{errand.link.name}: {error} (phase: {errand.phase})")
+            if not self._withdraw(errand, reason) and not errand.final:
+                self.give_up(errand.link, error)
 
     def submit(self, errands: Iterable[Errand]) -> None:
         """Put errands into their links' queues; does not block. Whoever drives sends them."""
@@ -215,7 +150,9 @@ class Dispatcher:
                     if not over():
                         self._progress.wait(_LOOK_AROUND)
                     self._waiters -= 1
-            if self._closed and not over():
+            if self._closed and not over():  # by a thread that has yet to fail what is under way
+                with self._driving:
+                    self._fail_all()
                 return
 
     def send_off(self) -> None:
@@ -306,8 +243,10 @@ class Dispatcher:
                 errand.request(errand.link)
                 if errand.link.channel.has_mail:
                     self._poller.modify(errand.link.channel.fileno(), select.POLLIN | select.POLLOUT)
-            except Exception as error:  # whatever it is, it concerns one worker, and is named with it
+            except OSError as error:
                 self._lost(errand.link, error)
+            except Exception as error:  # our own: a part may have left, and the worker would take what follows for it
+                self._lost(errand.link, WeightSyncError(f"it could not be sent this: {type(error).__name__}: {error}"))
 
     def _send_rest(self, link: WorkerLink) -> None:
         """There is room for more of what was too much for the socket."""
@@ -319,9 +258,12 @@ class Dispatcher:
             self._lost(link, error)
 
     def _read(self, link: WorkerLink) -> None:
+        beats = 0
         try:
-            while (message := link.channel.poll()) is not None:
+            # One who never stops sending must not keep the driver from all others: the next poll tells of the rest.
+            while (message := link.channel.poll(read=beats < _BEATS_AT_ONCE)) is not None:
                 if message.kind == "beat":
+                    beats += 1
                     continue
                 with self._mutex:
                     queue = self._queues.get(id(link))
@@ -351,40 +293,47 @@ class Dispatcher:
             return
         self._looked_around = now
         with self._mutex:
-            entries = [(queue, list(queue)) for queue in self._queues.values() if queue]
-        for queue, errands in entries:
+            entries = [list(queue) for queue in self._queues.values() if queue]
+        for errands in entries:
             head = errands[0]
             quiet = now - max(head.link.channel.last_heard, head.created)
             if head.state is ErrandState.SENT and quiet > self._heartbeat_timeout:
-                self._lost(head.link, TimeoutError(f"silent for {quiet:.1f} s (heartbeat_timeout)"))
+                self._lost(head.link, silent_for(quiet))
             elif head.state is ErrandState.SENT and now >= head.deadline:
                 self._lost(head.link, TimeoutError(f"no answer before the deadline; last heard {quiet:.1f} s ago"))
             else:
                 for errand in errands:
                     if now >= errand.deadline:
-                        self._give_up_queued(queue, errand)
+                        self._give_up_queued(errand)
 
-    def _give_up_queued(self, queue: deque[Errand], errand: Errand) -> None:
-        with self._mutex:  # or another thread supersedes it at this moment
-            if errand.state is not ErrandState.QUEUED:
-                return
+    def _give_up_queued(self, errand: Errand) -> None:
+        seconds = time.monotonic() - errand.created
+        late = f"{errand.link.name} is busy: {errand.phase} was not sent within {seconds:.1f} s"
+        self._withdraw(errand, WeightSyncTimeout(late))
+
+    def _withdraw(self, errand: Errand, error: Exception) -> bool:
+        """Fail an errand that has not been sent; whether it had not."""
+        with self._mutex:  # or another thread sends or supersedes it at this moment
+            queue = self._queues.get(id(errand.link))
+            if queue is None or errand not in queue or errand.state is not ErrandState.QUEUED:  # or its link is lost
+                return False
             was_first = queue[0] is errand
             queue.remove(errand)
             if was_first:
                 self._line_up(queue)
-            who, seconds = f"worker {errand.link.worker_idx} (pid {errand.link.pid})", time.monotonic() - errand.created
-            late = f"{who} is busy: {errand.phase} was not sent within {seconds:.1f} s"
-            errand.move(ErrandState.FAILED, error=WeightSyncTimeout(late))
+            errand.move(ErrandState.FAILED, error=error)
+            return True
 
-    def _lost(self, link: WorkerLink, error: Exception) -> None:
+    def _lost(self, link: WorkerLink, error: Exception, phase: str = _BETWEEN, since: float | None = None) -> None:
         """Give a link up, and with it everything that was meant for it."""
         with self._mutex:
             queue = self._queues.get(id(link))
             errands = list(queue) if queue else []
             if queue:
                 queue.clear()
-        phase = errands[0].phase if errands else "between pushes"
-        seconds = time.monotonic() - errands[0].created if errands else 0.0
+        if errands:
+            phase, since = errands[0].phase, errands[0].created
+        seconds = 0.0 if since is None else time.monotonic() - since
         cause = self._lose(link, phase, seconds, error)
         for errand in errands:
             errand.move(ErrandState.FAILED, error=cause)
