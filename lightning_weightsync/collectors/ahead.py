@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 from lightning_weightsync.collectors.feed import Feed
+from lightning_weightsync.collectors.fleet import FleetOptions
 from lightning_weightsync.collectors.late import LateLog
 from lightning_weightsync.collectors.member import Member, Rollout, WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
 from lightning_weightsync.collectors.rollouts import LENT_SLOTS, NUM_SLOTS
-from lightning_weightsync.schemes.base import WeightSyncScheme
-
-_UP = (WorkerState.CONNECTED, WorkerState.COLLECTING)
+from lightning_weightsync.transports.control import Message
 
 
 class AheadPool(WorkerPool):
@@ -28,41 +27,18 @@ class AheadPool(WorkerPool):
     replacement collects other batches.
 
     Args:
-        num_workers: See ``Fleet``.
-        schemes: See ``Fleet``.
-        threads_per_worker: See ``Fleet``.
-        max_restarts: See ``Fleet``.
-        new_seed: See ``Fleet``.
+        options: See ``Fleet``.
         max_staleness: See ``Feed``.
-        env_timeout: See ``Fleet``.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        schemes: Mapping[str, WeightSyncScheme],
-        threads_per_worker: int,
-        *,
-        max_restarts: int,
-        new_seed: Callable[[int], int],
-        max_staleness: int | None,
-        env_timeout: float | None = None,
-    ) -> None:
+    def __init__(self, options: FleetOptions, max_staleness: int | None) -> None:
         self._feed = Feed([], NUM_SLOTS, max_staleness, spare=LENT_SLOTS)
         self._numbers = count()
         self._known: dict[int, tuple[int, Member]] = {}  # number -> index and process, as long as it has batches
         self._indices: dict[int, int] = {}  # number -> index
-        self._episodes: list[tuple[float, int]] = []
-        self._sums: list[dict[str, Any]] = []
+        self._answers: list[Message] = []  # what came with batches since the last one that was handed over
         self._late = LateLog(max_staleness)
-        super().__init__(
-            num_workers,
-            schemes,
-            threads_per_worker,
-            max_restarts=max_restarts,
-            new_seed=new_seed,
-            env_timeout=env_timeout,
-        )
+        super().__init__(options)
 
     def collect(self, look_around: Callable[[], None]) -> Rollout:
         """One batch of one worker, in its slot, which is lent, or copied. Blocks until one is ready.
@@ -99,9 +75,8 @@ class AheadPool(WorkerPool):
             batch = self._memory.concatenated([reader.read(ready.slot)])
             self._feed.give_back(ready.worker, ready.slot)
         self._ask(version, waiting=False)
-        episodes, self._episodes = self._episodes, []
-        sums, self._sums = self._sums, []
-        return Rollout(batch, episodes, sums)
+        answers, self._answers = self._answers, []
+        return Rollout.of(batch, answers)
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """What is known of each worker."""
@@ -121,7 +96,7 @@ class AheadPool(WorkerPool):
         with self._mutex:
             listed = {id(member) for _, member in self._known.values()}
             for index, member in workers.items():
-                if member.state in _UP and id(member) not in listed:
+                if member.state.is_up and id(member) not in listed:
                     number = next(self._numbers)
                     self._known[number], self._indices[number] = (index, member), index
                     self._feed.add(number)
@@ -134,11 +109,10 @@ class AheadPool(WorkerPool):
         """Take in the batches of one process, and its end."""
         while self._feed.knows(number) and (message := member.take("batch")) is not None:
             self._count_batch(index, message)
-            self._episodes += [(float(value), int(length)) for value, length in message["episodes"]]
-            self._sums.append(message["sums"])
+            self._answers.append(message)
             oldest = int(member.reader.read(message["slot"])["policy_version"].min())
             self._feed.arrived(number, message["slot"], oldest)
-        if member.state not in _UP and self._feed.knows(number):
+        if not member.state.is_up and self._feed.knows(number):
             self._feed.lose(number)
         if not self._feed.knows(number) and (member.state is WorkerState.STOPPED or not self._feed.holds(number)):
             self._feed.forget(number)  # if the group was made smaller, what it had not handed over is lost

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.caretaker import Caretaker
@@ -31,6 +32,27 @@ from lightning_weightsync.transports.rendezvous import StoreInfo
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class FleetOptions:
+    """What a fleet is to be.
+
+    Attributes:
+        num_workers: How many workers it begins with.
+        schemes: By destination; the fleet initialises them as senders.
+        threads_per_worker: Cap on each worker's compute threads.
+        max_restarts: Of each worker, within any ten minutes.
+        new_seed: Called with a worker's index for the seed of its replacement; never the same one twice.
+        env_timeout: Seconds after which a worker whose collector does not get on is lost; ``None``: never.
+    """
+
+    num_workers: int
+    schemes: Mapping[str, WeightSyncScheme]
+    threads_per_worker: int
+    max_restarts: int
+    new_seed: Callable[[int], int]
+    env_timeout: float | None = None
+
+
 class Fleet(Roster):
     """N worker processes and the hub of links to them.
 
@@ -38,38 +60,22 @@ class Fleet(Roster):
     as often as ``max_restarts`` allows; only then, or when the user's own code raised, do calls raise its loss.
 
     Args:
-        num_workers: How many.
-        schemes: By destination; initialised here as senders.
-        threads_per_worker: Cap on each worker's compute threads.
-        max_restarts: Of each worker, within any ten minutes.
-        new_seed: Called with a worker's index for the seed of its replacement; never the same one twice.
-        env_timeout: Seconds after which a worker whose collector does not get on is lost; ``None``: never.
+        options: What it is to be.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        schemes: Mapping[str, WeightSyncScheme],
-        threads_per_worker: int,
-        *,
-        max_restarts: int,
-        new_seed: Callable[[int], int],
-        env_timeout: float | None = None,
-    ) -> None:
-        super().__init__(num_workers, schemes, max_restarts)
-        self._threads_per_worker = threads_per_worker
-        self._new_seed = new_seed
-        self._env_timeout = float(env_timeout or 0.0)
+    def __init__(self, options: FleetOptions) -> None:
+        super().__init__(options.num_workers, options.schemes, options.max_restarts)
+        self._options = options
         self._frames: dict[int, int] = {}
         # One replacement dials at a time: the rendezvous refuses a worker that it does not expect.
         self._joining = threading.Lock()
         self._caretaker = Caretaker(self)
         self._order = b""
         try:
-            for model_id, scheme in schemes.items():
+            for model_id, scheme in self.schemes.items():
                 scheme.init_on_sender(model_id, context=self)
-            for _ in range(num_workers):
-                self._workers.append(Member.start(threads_per_worker))
+            for _ in range(options.num_workers):
+                self._workers.append(Member.start(options.threads_per_worker))
         except BaseException:
             self.shutdown(0.0)
             raise
@@ -183,7 +189,7 @@ class Fleet(Roster):
             self.hub.num_workers = num_workers
         with self._mutex:
             for _ in new:
-                self._workers.append(Member.start(self._threads_per_worker))
+                self._workers.append(Member.start(self._options.threads_per_worker))
             self.supervisor.add(new)
         self._caretaker.call()
         while not all(self.supervisor.condition(index) is Condition.UP for index in new):
@@ -242,7 +248,7 @@ class Fleet(Roster):
         deadline = started + self.hub.connect_timeout
         try:
             with self._mutex:
-                seed = self._new_seed(worker_idx)
+                seed = self._options.new_seed(worker_idx)
             self._tell_to_build(worker_idx, worker, seed, deadline)
             self._await("built", {worker_idx: worker}, deadline)
             with self._joining:
@@ -285,7 +291,7 @@ class Fleet(Roster):
         with self._mutex:
             if self.supervisor.stopped or current not in self._workers:
                 return None
-            self._workers[worker_idx] = Member.start(self._threads_per_worker)
+            self._workers[worker_idx] = Member.start(self._options.threads_per_worker)
             return self._workers[worker_idx]
 
     def _end_what_is_left(self, worker_idx: int, worker: Member) -> None:
@@ -301,7 +307,10 @@ class Fleet(Roster):
         self._caretaker.call()
 
     def _tell_to_build(self, index: int, worker: Member, seed: int, deadline: float) -> None:
-        timeouts = {"connect_timeout": float(self.hub.connect_timeout), "env_timeout": self._env_timeout}
+        timeouts = {
+            "connect_timeout": float(self.hub.connect_timeout),
+            "env_timeout": float(self._options.env_timeout or 0.0),
+        }
         values = dict(self.hub.values)
         level = logging.getLogger().getEffectiveLevel()
         fields = {"worker_idx": index, "seed": seed, "values": values, "log_level": level, **timeouts}

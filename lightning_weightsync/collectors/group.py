@@ -12,7 +12,6 @@ import atexit
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -21,6 +20,7 @@ from tensordict import TensorDict
 from lightning_weightsync.collectors.ahead import AheadPool
 from lightning_weightsync.collectors.base import CollectorFactory
 from lightning_weightsync.collectors.evaluations import Evaluations
+from lightning_weightsync.collectors.fleet import FleetOptions
 from lightning_weightsync.collectors.group_record import GroupState
 from lightning_weightsync.collectors.group_weights import GroupWeights, unmatched
 from lightning_weightsync.collectors.inline import InlinePool
@@ -166,15 +166,15 @@ class CollectorGroup(GroupWeights):
             self._incarnation += 1
         self._starts += 1
         if self.num_workers:
-            pool = WorkerPool if self.sync else partial(AheadPool, max_staleness=self.max_staleness)
-            self._pool = pool(
+            options = FleetOptions(
                 self.num_workers,
                 self.weight_sync_schemes,
                 self.threads_per_worker,
-                max_restarts=self.max_restarts,
-                new_seed=self._new_seed,
-                env_timeout=self.env_timeout,
+                self.max_restarts,
+                self._new_seed,
+                self.env_timeout,
             )
+            self._pool = WorkerPool(options) if self.sync else AheadPool(options, self.max_staleness)
         else:
             self._pool = InlinePool(self.weight_sync_schemes)
         self._state = GroupState.LAUNCHED

@@ -123,13 +123,12 @@ class GroupRecord:
         ``episode_length`` are means of the last 100 finished episodes, and absent before the first;
         ``collect/batches_dropped`` counts, since the group was started, those that were older than ``max_staleness``.
         """
-        up = {WorkerState.CONNECTED.value, WorkerState.COLLECTING.value}
         states = self._pool.stats().values() if self._pool is not None else ()
         return self._ledger.figures() | {
             "collect/batches_dropped": float(sum(stat["dropped"] for stat in states)),
             "weight_sync/bytes": float(self._counter("bytes_pushed", 0)),
             "weight_sync/bytes_saved": float(self._counter("bytes_saved", 0)),
-            "weight_sync/workers_alive": float(sum(stat["state"] in up for stat in states)),
+            "weight_sync/workers_alive": float(sum(WorkerState(stat["state"]).is_up for stat in states)),
             "weight_sync/worker_restarts": float(self.restarts),
         }
 

@@ -11,13 +11,12 @@ are made, for those who are there now.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tensordict import TensorDict
 
 from lightning_weightsync.collectors.member import Member
 from lightning_weightsync.collectors.rollouts import OWN_SLOTS, BatchReader
-from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout
 from lightning_weightsync.transports.memory import create_memory_file
 
 
@@ -26,14 +25,14 @@ class JointSlots:
 
     Args:
         members: The workers, in the order of their parts; their batches look alike (``look_alike``).
-        deadline: Until when each may take to be told, on the monotonic clock.
+        tell: Sends each of them a message: ``tell(index, member, kind, **fields)``.
 
     Attributes:
         members: The same.
         reader: The parent's end.
     """
 
-    def __init__(self, members: Sequence[Member], deadline: float) -> None:
+    def __init__(self, members: Sequence[Member], tell: Callable[..., None]) -> None:
         self.members = tuple(members)
         schema = members[0].reader.schema
         assert schema is not None
@@ -43,12 +42,7 @@ class JointSlots:
             self.reader = BatchReader(descriptor)
             self.reader.open(schema.joint(len(members)).to_json())
             for part, member in enumerate(members):
-                try:
-                    member.process.jobs.send(
-                        "joint", deadline=deadline, descriptor=descriptor, parts=len(members), part=part
-                    )
-                except (ChannelClosed, ChannelTimeout):
-                    continue  # it is lost, which is found when its next batch is asked for
+                tell(part, member, "joint", descriptor=descriptor, parts=len(members), part=part)
         finally:
             os.close(descriptor)
 

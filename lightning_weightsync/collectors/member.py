@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -27,7 +28,18 @@ class WorkerState(Enum):
     STOPPED = "stopped"
     FAILED = "failed"
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it has joined, and can be asked for batches."""
+        return self in _UP
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self in _ENDS
+
+
+_UP = {WorkerState.CONNECTED, WorkerState.COLLECTING}
 _ENDS = {WorkerState.STOPPED, WorkerState.FAILED}
 _MOVES = {
     WorkerState.STARTING: {WorkerState.CONNECTED, *_ENDS},
@@ -51,6 +63,16 @@ class Rollout:
     batch: TensorDict
     episodes: list[tuple[float, int]]
     sums: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, batch: TensorDict, answers: Iterable[Message]) -> Rollout:
+        """A batch, and what workers have told in these ``batch`` messages."""
+        episodes: list[tuple[float, int]] = []
+        sums = []
+        for answer in answers:
+            episodes += ((float(value), int(length)) for value, length in answer["episodes"])
+            sums.append(answer["sums"])
+        return cls(batch, episodes, sums)
 
 
 @dataclass(eq=False)

@@ -11,53 +11,29 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from lightning_weightsync.collectors.fleet import Fleet
+from lightning_weightsync.collectors.fleet import Fleet, FleetOptions
 from lightning_weightsync.collectors.joint import JointSlots, is_joint, look_alike
 from lightning_weightsync.collectors.member import BatchRequest, Rollout, WorkerState
 from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.collectors.rollouts import OWN_SLOTS, BatchReader
-from lightning_weightsync.schemes.base import WeightSyncScheme
 from lightning_weightsync.schemes.push import PerWorker, push_models
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.control import Message
 from lightning_weightsync.transports.pushing import PushHandle, raise_failures
-
-_GONE = (WorkerState.FAILED, WorkerState.STOPPED)
 
 
 class WorkerPool(Fleet):
     """A fleet that can be pushed to, and asked for batches.
 
     Args:
-        num_workers: See ``Fleet``.
-        schemes: See ``Fleet``.
-        threads_per_worker: See ``Fleet``.
-        max_restarts: See ``Fleet``.
-        new_seed: See ``Fleet``.
-        env_timeout: See ``Fleet``.
+        options: See ``Fleet``.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        schemes: Mapping[str, WeightSyncScheme],
-        threads_per_worker: int,
-        *,
-        max_restarts: int,
-        new_seed: Callable[[int], int],
-        env_timeout: float | None = None,
-    ) -> None:
+    def __init__(self, options: FleetOptions) -> None:
         self._memory = BatchMemory()
         self._joint: JointSlots | None = None
         self._slot = -1  # the joint one of the batch that is being collected, as requests name it
-        super().__init__(
-            num_workers,
-            schemes,
-            threads_per_worker,
-            max_restarts=max_restarts,
-            new_seed=new_seed,
-            env_timeout=env_timeout,
-        )
+        super().__init__(options)
 
     def check_ids(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         """The targeted indices; raises ``ValueError`` for one that does not exist."""
@@ -111,8 +87,7 @@ class WorkerPool(Fleet):
         self._slot = OWN_SLOTS + joint.reader.free_slot() if joint is not None else -1
         requests = [BatchRequest(index) for index in range(self.num_workers)]
         answers = self._gather(requests, look_around)
-        episodes = [(float(value), int(length)) for answer in answers for value, length in answer["episodes"]]
-        return Rollout(self._put_together(requests, answers), episodes, [answer["sums"] for answer in answers])
+        return Rollout.of(self._put_together(requests, answers), answers)
 
     def shutdown(self, timeout: float) -> None:
         """See ``Fleet``."""
@@ -126,7 +101,7 @@ class WorkerPool(Fleet):
         members = tuple(self._workers)
         if self._joint is None or self._joint.members != members:
             alike = len(members) > 1 and look_alike(members)
-            self._joint = JointSlots(members, time.monotonic() + self.hub.connect_timeout) if alike else None
+            self._joint = JointSlots(members, self._send) if alike else None
         return self._joint
 
     def _put_together(self, requests: Sequence[BatchRequest], answers: Sequence[Message]) -> TensorDict:
@@ -206,7 +181,7 @@ class WorkerPool(Fleet):
         """What is known of each worker."""
         stats = {}
         for index, worker in enumerate(self._workers):
-            if worker.state not in _GONE:
+            if not worker.state.is_over:
                 self._look(index, worker)
             with self._mutex:
                 link = self.hub.links.get(index)

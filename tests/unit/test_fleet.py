@@ -13,6 +13,7 @@ import pytest
 
 from lightning_weightsync import CollectorGroup
 from lightning_weightsync.collectors import fleet, member
+from lightning_weightsync.collectors.fleet import FleetOptions
 from lightning_weightsync.collectors.group_record import GroupState
 from lightning_weightsync.collectors.member import WorkerState
 from lightning_weightsync.collectors.pool import WorkerPool
@@ -93,7 +94,7 @@ def pool_of(processes):
     pools = []
 
     def make(num_workers, *, up=True):
-        pool = WorkerPool(num_workers, {}, 1, max_restarts=3, new_seed=lambda index: index)
+        pool = WorkerPool(FleetOptions(num_workers, {}, 1, max_restarts=3, new_seed=lambda index: index))
         pools.append(pool)
         pool.supervisor._clock = Clock()
         if up:

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import socket
 import time
@@ -10,7 +11,7 @@ from tensordict import TensorDict
 from lightning_weightsync.collectors.joint import JointSlots, is_joint, look_alike
 from lightning_weightsync.collectors.process import JOB_MESSAGES
 from lightning_weightsync.collectors.rollouts import LENT_SLOTS, OWN_SLOTS, BatchReader, BatchWriter
-from lightning_weightsync.transports.control import ControlChannel
+from lightning_weightsync.transports.control import ChannelClosed, ControlChannel
 from lightning_weightsync.transports.memory import create_memory_file
 from tests.helpers.leaves import assert_same_bits
 
@@ -65,12 +66,18 @@ def leaves(td):
     return {str(key): leaf for key, leaf in td.items(include_nested=True, leaves_only=True)}
 
 
+def tell(index, member, kind, **fields):
+    """As a pool does: whoever is gone is found later."""
+    with contextlib.suppress(ChannelClosed):
+        member.process.jobs.send(kind, **fields)
+
+
 def joined(workers):
     for k, worker in enumerate(workers):
         worker.first(batch(k))
     members = [worker.member for worker in workers]
     assert look_alike(members)
-    slots = JointSlots(members, time.monotonic() + 5)
+    slots = JointSlots(members, tell)
     for worker in workers:
         worker.hear()
     return slots
@@ -136,7 +143,7 @@ def test_a_worker_that_is_gone_stops_nobody(workers):
     for k, worker in enumerate(workers):
         worker.first(batch(k))
     workers[1].jobs.close()
-    slots = JointSlots([worker.member for worker in workers], time.monotonic() + 5)
+    slots = JointSlots([worker.member for worker in workers], tell)
     for k in (0, 2):
         workers[k].hear()
         workers[k].writer.write(OWN_SLOTS, batch(k))
@@ -148,7 +155,7 @@ def test_new_joint_slots_take_the_place_of_the_old_ones(workers):
     for worker in workers:
         worker.writer.write(OWN_SLOTS, batch(1))
     before = old.reader.lend(0)
-    new = JointSlots([workers[2].member, workers[0].member], time.monotonic() + 5)
+    new = JointSlots([workers[2].member, workers[0].member], tell)
     for k in (0, 2):
         workers[k].hear()
         workers[k].writer.write(OWN_SLOTS, batch(k))
@@ -160,7 +167,7 @@ def test_new_joint_slots_take_the_place_of_the_old_ones(workers):
 def test_slots_that_are_made_anew_leave_no_descriptors(workers):
     members, counts = joined(workers).members, []
     for _ in range(3):
-        JointSlots(members, time.monotonic() + 5)
+        JointSlots(members, tell)
         for worker in workers:
             worker.hear()
         counts.append(len(os.listdir("/proc/self/fd")))
