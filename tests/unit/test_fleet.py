@@ -39,6 +39,7 @@ class Process:
         self.memory = create_memory_file("test")
         self.end_is = None
         self.reaped = False
+        self.interrupts = False  # whoever waits for its end
 
     def hears(self):
         """What it is told next, if anything: the kind of the message."""
@@ -51,6 +52,8 @@ class Process:
         self.theirs.close()
 
     def ended(self, wait=0.0):
+        if self.interrupts and wait > 0.0:
+            raise KeyboardInterrupt
         return self.end_is
 
     def ask_to_stop(self):
@@ -293,19 +296,14 @@ def test_whoever_looks_at_workers_beside_a_resize_meets_no_worker_that_has_left(
     assert not errors
 
 
-def test_an_interrupt_while_those_that_are_too_many_end_leaves_one_number_of_workers(pool_of, processes, monkeypatch):
+def test_an_interrupt_while_those_that_are_too_many_end_leaves_one_number_of_workers(pool_of, processes):
     group = CollectorGroup(Stream, 3)
     group._pool, group._state = pool_of(3), GroupState.RUNNING
     ends = [socket.socketpair() for _ in processes]
     links = [WorkerLink(k, processes[k].pid, PostingChannel(ours), 0) for k, (ours, _) in enumerate(ends)]
     group.hub.links = dict(enumerate(links))
 
-    def interrupted(wait=0.0):
-        if wait > 0.0:
-            raise KeyboardInterrupt
-        return None
-
-    monkeypatch.setattr(processes[1], "ended", interrupted)
+    processes[1].interrupts = True
     with pytest.raises(KeyboardInterrupt):
         group.resize(1)
     assert group.num_workers == group.hub.num_workers == 1 == len(group.stats())
@@ -327,17 +325,12 @@ def test_an_interrupt_while_new_ones_start_leaves_the_number_as_it_was(pool_of, 
     assert [process.reaped for process in processes] == [False, False, True, True]
 
 
-def test_an_interrupt_while_workers_end_leaves_none(pool_of, processes, monkeypatch):
+def test_an_interrupt_while_workers_end_leaves_none(pool_of, processes):
     group = CollectorGroup(Stream, 2)
     group._pool, group._state = pool_of(2), GroupState.RUNNING
     group._owner, group._pool._order = os.getpid(), b"they have built something"
 
-    def interrupted(wait=0.0):
-        if wait > 0.0:
-            raise KeyboardInterrupt
-        return None
-
-    monkeypatch.setattr(processes[0], "ended", interrupted)
+    processes[0].interrupts = True
     with pytest.raises(KeyboardInterrupt):
         group.shutdown(5.0)
     assert all(process.reaped for process in processes) and not group.running
