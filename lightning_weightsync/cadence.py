@@ -79,9 +79,10 @@ class Cadence:
             self._seconds += now - self._looked
             self._looked = now
 
-    def step_happened(self) -> None:
-        """Count one real optimizer step."""
+    def step_happened(self) -> bool:
+        """Count one real optimizer step; whether it makes a push due."""
         self._optim_steps += 1
+        return self.unit == "optim_steps" and self._optim_steps >= self.interval
 
     def pushed(self) -> None:
         """Start counting anew: the weights as they are now have been pushed."""

@@ -388,9 +388,7 @@ class UpdateWeights(pl.Callback):
                 raise
 
     def _step_happened(self) -> None:
-        cadence = self._cadence
-        cadence.step_happened()
-        if cadence.unit == "optim_steps" and cadence.due:
+        if self._cadence.step_happened():
             self._push()
 
     def _push(self) -> None:
