@@ -18,7 +18,7 @@ from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.collectors.rollouts import OWN_SLOTS, BatchReader
 from lightning_weightsync.schemes.push import PerWorker, push_models
 from lightning_weightsync.schemes.strategy import Weights
-from lightning_weightsync.transports.control import Message
+from lightning_weightsync.transports.control import ChannelClosed, Message
 from lightning_weightsync.transports.pushing import PushHandle, raise_failures
 
 
@@ -49,7 +49,19 @@ class WorkerPool(Fleet):
     ) -> PushHandle:
         """Put one version of these destinations on its way to these workers; see ``push_models``."""
         given = {self.schemes[model_id]: value for model_id, value in weights.items()}
+        self._part_with_lost(worker_ids)
         return push_models(self.hub, given, worker_ids, timeout=timeout, replaceable=replaceable)
+
+    def _part_with_lost(self, worker_ids: Sequence[int]) -> None:
+        """Nothing is pushed to a worker that has told of an error, though its link is up until its process has ended.
+
+        It would still apply the push, and whether the caller hears of the loss would be a matter of milliseconds.
+        """
+        for index in worker_ids:
+            worker, link = self._member(index), self.hub.links.get(index)
+            if worker is None or worker.cause is None or link is None or link.pid != worker.process.pid:
+                continue
+            self.hub.dispatcher.give_up(link, ChannelClosed("it is lost"))
 
     def beyond_repair(self, failed: Mapping[int, Exception]) -> dict[int, Exception]:
         """Those of these failures of workers that no replacement makes good.

@@ -70,14 +70,29 @@ class MisbehavingEnv(gymnasium.Wrapper):
 
 
 def misbehaving_collector(
-    *, worker_idx: int, seed: int, fault: Callable[[], None], at: int, only: int, **kwargs: Any
+    *,
+    worker_idx: int,
+    seed: int,
+    fault: Callable[[], None],
+    at: int,
+    only: int,
+    env: type[MisbehavingEnv] = MisbehavingEnv,
+    **kwargs: Any,
 ) -> GymCollector:
     """Worker ``only`` does ``fault()`` in step ``at`` of its first environment."""
 
     def make_env() -> Any:
-        return MisbehavingEnv(fault, at) if worker_idx == only else CountingEnv()
+        return env(fault, at) if worker_idx == only else CountingEnv()
 
     return gym_collector(worker_idx=worker_idx, seed=seed, env=make_env, **kwargs)
+
+
+class Reluctant(MisbehavingEnv):
+    """Takes a second and a half to close."""
+
+    def close(self) -> None:
+        time.sleep(1.5)
+        super().close()
 
 
 class SlowEnv(CountingEnv):

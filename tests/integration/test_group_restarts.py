@@ -20,6 +20,7 @@ from tests.helpers.collectors import (
     MisbehavingEnv,
     Mortal,
     ParentEnv,
+    Reluctant,
     gym_collector,
     misbehaving_collector,
     replacements_misbehave,
@@ -337,14 +338,21 @@ def test_an_error_in_a_replacements_factory_is_the_users_and_ends_the_run(no_lef
         assert group.stats()[1]["restarts"] == 1
 
 
-def test_an_error_in_an_environment_is_not_restarted(no_leftovers):
-    with group_of(2, partial(misbehaving_collector, fault=collectors.stumble, at=4, only=1)) as group:
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("env", [MisbehavingEnv, Reluctant])
+def test_an_error_in_an_environment_is_not_restarted(no_leftovers, env, sync):
+    """Nothing is pushed to its worker any more, though it may need a while to end, and its link is up as long."""
+    factory = partial(misbehaving_collector, fault=collectors.stumble, at=4, only=1, env=env)
+    with group_of(2, factory, sync=sync) as group:
         group.update_policy_weights_(Policy(1))
         with pytest.raises(WorkerError, match="ArithmeticError"):
-            take(group, 2)
+            take(group, 2 if sync else 10_000)  # else the other one may come first
         assert group.stats()[1]["restarts"] == 0
         with pytest.raises(WorkerError, match="ArithmeticError"):
             group.update_policy_weights_(Policy(1))
+        assert group.stats()[1]["version"] == 0
+        group.update_policy_weights_(Policy(2), worker_ids=0)
+        assert group.stats()[0]["version"] == 2
 
 
 @pytest.mark.slow

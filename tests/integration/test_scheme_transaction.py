@@ -326,34 +326,38 @@ def test_what_goes_wrong_at_a_safe_point_is_told_to_the_sender_and_not_to_the_po
     connected = connect(source := nn.Linear(3, 2), sync=sync)
     process, before = connected.processes[0], connected.leaves()
 
-    def switch_at_safe_point(box):
-        threads = []
+    def prepare(box):
+        """Before anything is pushed: the background thread must not be the first."""
 
         def hook(model, version):
-            threads.append(threading.current_thread())
+            box.threads.append(threading.current_thread())
             raise LookupError("not this one")
 
         def stage_and_let_the_loop_commit(push, staged):
             stage(push, staged)
             box.scheme._link._requests.pending = push
-            turn.set()
-            committed.wait(10)
+            box.turn.set()
+            box.committed.wait(10)
 
+        box.threads, box.turn, box.committed, stage = [], threading.Event(), threading.Event(), Transaction.stage
         box.scheme.add_applied_hook(hook)
-        turn, committed, stage = threading.Event(), threading.Event(), Transaction.stage
+        box.restore = lambda: setattr(Transaction, "stage", stage)
         if not box.scheme.sync:
             Transaction.stage = stage_and_let_the_loop_commit
+
+    def switch_at_safe_point(box):
         deadline = time.monotonic() + 10
         try:
-            while not threads:
+            while not box.threads:
                 assert time.monotonic() < deadline
-                assert box.scheme.sync or turn.wait(10)
+                assert box.scheme.sync or box.turn.wait(10)
                 assert not box.scheme.safe_point()
         finally:
-            Transaction.stage = stage
-            committed.set()
-        return threads == [threading.current_thread()]
+            box.restore()
+            box.committed.set()
+        return box.threads == [threading.current_thread()]
 
+    process.call(prepare)
     fill(source, 8.0)
     waiting = process.begin(switch_at_safe_point)
     with pytest.raises(WorkerError, match="LookupError: not this one"):
