@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -136,9 +137,10 @@ class Gather:
 def move(copies: Sequence[tuple[int, int, int]]) -> None:
     """Copy ``nbytes`` from one address to another, for each (target, source, nbytes), where it is much with a helper.
 
-    The two take pieces from one heap: a helper that gets no core holds up one piece, and not all of them.
+    The two take pieces from one heap: a helper that gets no core holds up one piece, and not all of them. How many
+    threads torch may compute with says nothing about it: ``torchrun``, and TorchRL's collectors, set that to one.
     """
-    if sum(map(itemgetter(2), copies)) < _WORTH_A_HELPER or torch.get_num_threads() == 1:
+    if sum(map(itemgetter(2), copies)) < _WORTH_A_HELPER or _cores() == 1:
         for target, source, nbytes in copies:
             ctypes.memmove(target, source, nbytes)
         return
@@ -157,6 +159,11 @@ def move(copies: Sequence[tuple[int, int, int]]) -> None:
         pieces.clear()  # after Ctrl-C: the target may be given to somebody else
         if helper.is_alive():
             helper.join()
+
+
+def _cores() -> int:
+    """How many this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _pieces_of(target: int, source: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
