@@ -26,6 +26,7 @@ from lightning_weightsync.transports.rendezvous import StoreInfo
 from lightning_weightsync.transports.slots import Slot, SlotPool
 
 _WORTH_FOLLOWING = 32 << 20
+_SECONDS_FOR_PAGES = 3.0
 
 
 class SenderSide(SchemeCore):
@@ -174,7 +175,7 @@ class SenderSide(SchemeCore):
                 device=self.slot_device,
             )
             self._newest = NewestWeights(self._pool)
-            self._pool.prefault(2)
+            self._pool.prefault(2, min(_SECONDS_FOR_PAGES, 0.2 * (deadline - time.monotonic())))
         self._pool.max_slots = max(self._pool.max_slots, self._slot_limit())  # there may be more workers by now
         self._reader = reader
         for index, link in links.items():

@@ -43,15 +43,18 @@ def create_memory_file(label: str) -> int:
         return os.dup(file.fileno())
 
 
-def map_memory(descriptor: int, nbytes: int) -> Tensor:
+def map_memory(descriptor: int, nbytes: int, *, private: bool = False) -> Tensor:
     """The first ``nbytes`` of a memory file as a uint8 tensor; what is written shows in every process that maps it.
 
-    The file is grown to that size if it is smaller. The mapping lasts as long as the tensor.
+    With ``private``, what is written shows nowhere else. The file is grown to that size if it is smaller. The mapping
+    lasts as long as the tensor.
     """
-    import torch  # not above: a worker process is started without it
+    # Not above: a worker process is started without torch.
+    from lightning_weightsync.transports.pages import map_at, reserve
 
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    if os.fstat(descriptor).st_size < nbytes:
-        os.ftruncate(descriptor, nbytes)
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+    memory = reserve(nbytes)
+    if nbytes:
+        if os.fstat(descriptor).st_size < nbytes:
+            os.ftruncate(descriptor, nbytes)
+        map_at(memory.data_ptr(), nbytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, descriptor)
+    return memory

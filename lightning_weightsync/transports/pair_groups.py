@@ -18,10 +18,12 @@ from torch import Tensor
 from lightning_weightsync.transports.base import TransferFailed
 from lightning_weightsync.transports.meeting import Exchange, LateMeeting, Meeting
 from lightning_weightsync.transports.memory import SlotMemory, create_memory_file, map_memory
+from lightning_weightsync.transports.pages import prefault
 from lightning_weightsync.transports.strangers import keep_out
 
 _GLOO_ATTEMPTS = 5  # to connect to an end that is not there, each as long as the group's timeout
 _LOOK_AROUND = 0.0005
+_SECONDS_FOR_PAGES = 1.0  # while a push waits
 
 
 class PairGroups(Protocol):
@@ -76,6 +78,7 @@ class GlooGroups:
         """A memory file, which a window can show."""
         slot = SlotMemory(torch.empty(0, dtype=torch.uint8), create_memory_file("lightning_weightsync-received"))
         slot.memory = map_memory(slot.descriptor, nbytes)
+        prefault(slot.memory, _SECONDS_FOR_PAGES)
         return slot
 
 

@@ -9,16 +9,13 @@ writes its own weights changes nobody else's.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from dataclasses import dataclass, field
-
-import torch
 
 from lightning_weightsync.transports.base import Ticket, TransferFailed
 from lightning_weightsync.transports.control import ChannelClosed
 from lightning_weightsync.transports.link import LinkState, WorkerLink
-from lightning_weightsync.transports.memory import SlotMemory
+from lightning_weightsync.transports.memory import SlotMemory, map_memory
 from lightning_weightsync.transports.slots import Slot, SlotPool
 
 
@@ -126,9 +123,7 @@ class SharedMemoryReceiver:
         try:
             if os.fstat(descriptor).st_size < nbytes:
                 raise TransferFailed(f"slot {index} is smaller than the {nbytes} bytes that were announced")
-            memory = torch.empty(0, dtype=torch.uint8)
-            if nbytes:
-                memory = torch.frombuffer(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+            memory = map_memory(descriptor, nbytes, private=True)
         except (OSError, TransferFailed) as error:
             os.close(descriptor)
             raise TransferFailed(f"slot {index} cannot be mapped: {error}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from lightning_weightsync.transports.comparing import same_bytes
 from lightning_weightsync.transports.filling import Filling
 from lightning_weightsync.transports.layout import WeightLayout
 from lightning_weightsync.transports.memory import create_memory_file, map_memory
+from lightning_weightsync.transports.pages import prefault
 
 Ranges = list[tuple[int, int]]
 """Of bytes: each from the first to one past the last, ascending, without overlap."""
@@ -84,11 +86,21 @@ class SlotPool:
         self._any_retired = False
         self._closed = False
 
-    def prefault(self, count: int) -> None:
-        """Make slots and touch their pages now: the first touch of a slot costs several times a later write."""
+    def prefault(self, count: int, seconds: float = 3.0) -> None:
+        """Make slots, and have their pages there now: the first touch of a slot costs several times a later write.
+
+        Args:
+            count: How many slots there are to be, within ``max_slots``.
+            seconds: How long the system is asked for huge pages.
+        """
+        deadline = time.monotonic() + seconds
         with self._mutex:
             while len(self._slots) < min(count, self.max_slots):
-                self._make().memory.zero_()
+                slot = self._make()
+                if slot.descriptor >= 0:
+                    prefault(slot.memory, deadline - time.monotonic())
+                else:
+                    slot.memory.zero_()
 
     def try_acquire(self, holder: Hashable) -> Slot | None:
         """A slot that nobody holds, now held by ``holder``; ``None`` while every slot is held.

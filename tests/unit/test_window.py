@@ -17,7 +17,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 def platform(request, monkeypatch):
     """With and without ``mremap``, which not every platform has."""
     if request.param == "copy":
-        monkeypatch.setattr(window_module, "_remap", lambda *addresses: False)
+        monkeypatch.setattr(window_module, "move_pages", lambda *addresses: False)
 
 
 @pytest.fixture
