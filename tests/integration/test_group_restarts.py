@@ -338,8 +338,7 @@ def test_an_error_in_a_replacements_factory_is_the_users_and_ends_the_run(no_lef
         assert group.stats()[1]["restarts"] == 1
 
 
-@pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("env", [MisbehavingEnv, Reluctant])
+@pytest.mark.parametrize(("env", "sync"), [(MisbehavingEnv, True), (Reluctant, True), (Reluctant, False)])
 def test_an_error_in_an_environment_is_not_restarted(no_leftovers, env, sync):
     """Nothing is pushed to its worker any more, though it may need a while to end, and its link is up as long."""
     factory = partial(misbehaving_collector, fault=collectors.stumble, at=4, only=1, env=env)
