@@ -25,7 +25,6 @@ from lightning_weightsync.schemes.joining import connect_workers, reconnect_work
 from lightning_weightsync.schemes.push import PerWorker
 from lightning_weightsync.schemes.strategy import Weights
 from lightning_weightsync.transports.control import ChannelClosed
-from lightning_weightsync.transports.link import LinkState
 from lightning_weightsync.transports.pushing import raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
 
@@ -296,9 +295,7 @@ class Fleet(Roster):
 
     def _end_what_is_left(self, worker_idx: int, worker: Member) -> None:
         """End what is left of a lost worker: its link, its process (it may be stopped), its children."""
-        link = self.hub.links.get(worker_idx)
-        if link is not None and link.state is LinkState.OPEN:
-            self.hub.dispatcher.give_up(link, ChannelClosed("its process has ended"))
+        self._give_up_link(worker_idx, worker, "its process has ended")
         worker.process.kill()
         self._read(worker_idx, worker)  # it may have finished a batch
         worker.process.reap(0.0)

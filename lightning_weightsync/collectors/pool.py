@@ -18,7 +18,7 @@ from lightning_weightsync.collectors.recycling import BatchMemory
 from lightning_weightsync.collectors.rollouts import OWN_SLOTS, BatchReader
 from lightning_weightsync.schemes.push import PerWorker, push_models
 from lightning_weightsync.schemes.strategy import Weights
-from lightning_weightsync.transports.control import ChannelClosed, Message
+from lightning_weightsync.transports.control import Message
 from lightning_weightsync.transports.pushing import PushHandle, raise_failures
 
 
@@ -58,10 +58,9 @@ class WorkerPool(Fleet):
         It would still apply the push, and whether the caller hears of the loss would be a matter of milliseconds.
         """
         for index in worker_ids:
-            worker, link = self._member(index), self.hub.links.get(index)
-            if worker is None or worker.cause is None or link is None or link.pid != worker.process.pid:
-                continue
-            self.hub.dispatcher.give_up(link, ChannelClosed("it is lost"))
+            worker = self._member(index)
+            if worker is not None and worker.cause is not None:
+                self._give_up_link(index, worker, "it is lost")
 
     def beyond_repair(self, failed: Mapping[int, Exception]) -> dict[int, Exception]:
         """Those of these failures of workers that no replacement makes good.
@@ -196,9 +195,7 @@ class WorkerPool(Fleet):
             if not worker.state.is_over:
                 self._look(index, worker)
             with self._mutex:
-                link = self.hub.links.get(index)
-                if link is not None and link.pid != worker.process.pid:
-                    link = None  # of the worker before
+                link = self._link_of(index, worker)
                 cause = worker.cause or self.supervisor.last_death(index)
                 stats[index] = {
                     "pid": worker.process.pid,

@@ -98,11 +98,21 @@ class Roster:
         with self._mutex:
             return self._workers[index] if index < len(self._workers) else None
 
-    def _broken_link(self, index: int, worker: Member) -> WorkerLink | None:
-        """This worker's link if it was given up; not that of the worker before."""
+    def _link_of(self, index: int, worker: Member) -> WorkerLink | None:
+        """This worker's link, if it has one by now; not that of the worker before."""
         link = self.hub.links.get(index)
-        own = link is not None and link.pid == worker.process.pid
-        return link if own and link is not None and link.state is LinkState.BROKEN else None
+        return link if link is not None and link.pid == worker.process.pid else None
+
+    def _broken_link(self, index: int, worker: Member) -> WorkerLink | None:
+        """This worker's link if it was given up."""
+        link = self._link_of(index, worker)
+        return link if link is not None and link.state is LinkState.BROKEN else None
+
+    def _give_up_link(self, index: int, worker: Member, why: str) -> None:
+        """Nothing is pushed to this worker any more; not to be called by whoever drives, or holds the mutex."""
+        link = self._link_of(index, worker)
+        if link is not None:
+            self.hub.dispatcher.give_up(link, ChannelClosed(why))
 
     def _lose(self, index: int, worker: Member, cause: Exception) -> None:
         """A worker is lost for this cause, unless it was lost before."""

@@ -74,7 +74,6 @@ class Gather:
                 self._moved.append((leaf, tensor))
             self._end(run)
         self._end(run)
-        self._places = [(leaf.offset, tensor, leaf.nbytes) for leaf, tensor in self._moved]
 
     def copy_to(self, slot: Slot) -> None:
         """Copy the values of now; they are there when this returns."""
@@ -84,7 +83,7 @@ class Gather:
             return
         self._copy_by_torch(slot)
         start = slot.memory.data_ptr()
-        move([(start + offset, tensor.data_ptr(), nbytes) for offset, tensor, nbytes in self._places])
+        move([(start + leaf.offset, tensor.data_ptr(), leaf.nbytes) for leaf, tensor in self._moved])
 
     def copy_in_order_to(self, slot: Slot) -> Iterator[int]:
         """The same, into a slot on the CPU, from its first byte to its last; yields up to where it has come.
@@ -145,9 +144,7 @@ def move(copies: Sequence[tuple[int, int, int]]) -> None:
         for target, source, nbytes in copies:
             ctypes.memmove(target, source, nbytes)
         return
-    pieces = deque[tuple[int, int, int]]()
-    for copy in copies:
-        pieces += [copy] if copy[2] <= _PIECE else _pieces_of(*copy)
+    pieces = deque(piece for copy in copies for piece in _pieces_of(*copy))
 
     def work() -> None:
         with contextlib.suppress(IndexError):  # nothing is left

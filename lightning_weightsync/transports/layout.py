@@ -52,7 +52,7 @@ class Leaf:
         """Its dtype."""
         return _DTYPES[self.dtype]
 
-    @property
+    @cached_property  # asked for in each push and each batch
     def nbytes(self) -> int:
         """Its size in bytes."""
         return prod(self.shape) * self.torch_dtype.itemsize

@@ -86,7 +86,7 @@ class SlotPool:
         self._any_retired = False
         self._closed = False
 
-    def prefault(self, count: int, seconds: float = 3.0) -> None:
+    def prefault(self, count: int, seconds: float) -> None:
         """Make slots, and have their pages there now: the first touch of a slot costs several times a later write.
 
         Args:

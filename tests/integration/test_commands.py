@@ -351,7 +351,7 @@ class Stopwatch:
         return self.now
 
     def sleep(self, seconds):
-        time.sleep(seconds)
+        time.sleep(seconds)  # a trace draws pushes within the time that their batch has really taken
         self.now += seconds
 
 

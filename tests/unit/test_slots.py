@@ -189,7 +189,7 @@ def test_whoever_is_told_of_a_disposal_may_use_the_pool(make):
 
 def test_prefaulting_makes_slots_in_advance_within_the_limit(make):
     pool = make(max_slots=2)
-    pool.prefault(5)
+    pool.prefault(5, 3.0)
     assert len(pool) == 2
     assert indices(pool, 3) == [0, 1]
     assert all(slot.memory.sum() == 0 for slot in pool._slots.values())
@@ -200,7 +200,7 @@ def test_closing_gives_every_descriptor_back_and_twice_is_fine(make):
     pool = make()
     slots = [pool.try_acquire("writer") for _ in range(3)]
     pool.retire_all("writer")
-    pool.prefault(2)
+    pool.prefault(2, 3.0)
     del slots
     for _ in range(2):
         pool.close()
@@ -262,7 +262,7 @@ def test_a_pool_that_was_closed_makes_no_more_slots(make):
     pool.try_acquire("push")
     pool.close()
     before = num_descriptors()
-    for call in (lambda: pool.try_acquire("push"), lambda: pool.prefault(2)):
+    for call in (lambda: pool.try_acquire("push"), lambda: pool.prefault(2, 3.0)):
         with pytest.raises(WeightSyncError, match="shut down"):
             call()
     assert (len(pool), num_descriptors()) == (0, before)
