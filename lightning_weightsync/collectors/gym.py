@@ -120,7 +120,7 @@ class GymCollector:
         self.frames_per_batch = frames_per_batch
         self.worker_idx = worker_idx
         self.update_at = update_at
-        self.gate = Gate()
+        self.gate = Gate(gradients=False)
         self.policy = _build_policy(policy)
         self._envs = build_envs(env, num_envs)
         seeds = np.random.SeedSequence(seed, spawn_key=(worker_idx,)).generate_state(num_envs)

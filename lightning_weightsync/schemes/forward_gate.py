@@ -30,6 +30,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_weightsync.schemes.gate import Gate
@@ -64,11 +65,11 @@ def gate_forward(model: nn.Module, gate: Gate) -> Callable[[], None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"only the forward of an nn.Module can be gated, not a {type(model).__name__}")
-    _hide_from_compiler()
+    hidden = _hide_from_compiler()
     with _changing:
         entrance = model.__dict__.get("forward")
         if not isinstance(entrance, _Entrance):
-            entrance = _Entrance(model, gate)
+            entrance = _Entrance(model, gate, hidden(gate))
             model.forward = entrance
         elif entrance.gate is not gate:
             raise ValueError(
@@ -97,10 +98,10 @@ class _Entrance:
     The module is held weakly, so that it is freed when its last user drops it and not at the next garbage collection.
     """
 
-    def __init__(self, module: nn.Module, gate: Gate) -> None:
+    def __init__(self, module: nn.Module, gate: Gate, held: contextlib.AbstractContextManager[object]) -> None:
         self.gate = gate
         self.users = 0
-        self._held: contextlib.AbstractContextManager[object] = gate
+        self._held = held
         self._module = weakref.ref(module)
         self._before: Callable[..., Any] | None = module.__dict__.get("forward")
         # Callers look at a policy's signature to find its inputs. Attributes are not copied: torch.compile leaves some
@@ -149,8 +150,11 @@ def _itself(value: Any) -> Any:
 
 
 @functools.cache
-def _hide_from_compiler() -> None:
+def _hide_from_compiler() -> Callable[[Gate], contextlib.AbstractContextManager[object]]:
     """Have ``torch.compile`` leave the frame with the gate alone, and go on with the frames inside.
+
+    Returns:
+        What makes of a gate one that is entered and left without ``torch.compile`` looking at how that is done.
 
     ``torch.compiler.disable(recursive=False)`` is no substitute: it looks into the function that it is given, finds a
     context manager that it does not know, and ``fullgraph=True`` becomes an error.
@@ -158,3 +162,17 @@ def _hide_from_compiler() -> None:
     from torch._dynamo.decorators import skip
 
     skip(_Entrance.__call__)
+
+    class Hidden(contextlib.AbstractContextManager[object]):
+        def __init__(self, gate: Gate) -> None:
+            self._gate = gate
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def __enter__(self) -> None:
+            self._gate.__enter__()
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def __exit__(self, *exc: object) -> None:
+            self._gate.__exit__(*exc)
+
+    return Hidden

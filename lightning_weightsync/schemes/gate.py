@@ -5,6 +5,10 @@ inside may enter again, and readers that one switch has held back go before the 
 thread deadlocks with itself. It also carries the version in force, which changes only while the gate is held alone:
 whoever holds the gate can trust ``gate.version``.
 
+A sender of this host may switch the weights itself while nobody is inside (``transports.at_rest``). So whoever comes
+into an empty gate first keeps such senders out, and looks whether there is another version. They only write for some
+microseconds; the gate waits for that without being woken.
+
 Do not hold it while waiting for anything that depends on a push, and never across ``await``.
 """
 
@@ -15,11 +19,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from lightning_weightsync.errors import WeightSyncTimeout
 
 _LOOK_AROUND = 0.1
+_MOMENT = 0.0002
+_OFTEN = 0.001
 
 
 @dataclass
@@ -29,8 +37,56 @@ class _Reader:
     depth: int = 1
 
 
+class OutsideWriter(Protocol):
+    """A sender that may switch the weights while nobody is in the gate, as the gate knows it."""
+
+    def keep_out(self) -> bool:
+        """Keep it from writing from now on; ``False`` while it writes."""
+        ...
+
+    def let_in(self) -> None:
+        """It may write."""
+        ...
+
+    def is_whole(self) -> bool:
+        """It is kept out: whether it has left whole weights, rather than going to push them once more.
+
+        Raises:
+            WeightSyncError: They are a mixture of two versions, and it is gone.
+        """
+        ...
+
+    def catch_up(self) -> None:
+        """It is kept out, nobody is inside: make up for what else belongs to the version that it has written."""
+        ...
+
+    def gradients_recorded(self) -> None:
+        """A policy call may record gradients: they need the weights until the backward pass."""
+        ...
+
+    def newer_version(self) -> int | None:
+        """The version in force, if nobody has come into the gate since it has been written."""
+        ...
+
+    def withdraw(self) -> None:
+        """Weights may lie elsewhere now: it may not write until it has pushed them in the usual way."""
+        ...
+
+    def covers(self, other: Any) -> bool:
+        """Whether it pushes everything that another one, which has ended, has left as a mixture."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is gone."""
+        ...
+
+
 class Gate:
     """Readers-writer lock between policy calls (``with gate:``, shared) and a switch of weights (``gate.alone()``).
+
+    Args:
+        gradients: Whether policy calls may record gradients; what never does can be switched without being woken.
 
     Attributes:
         run: The run of the weights in force.
@@ -43,9 +99,9 @@ class Gate:
         ...     version = gate.version
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gradients: bool = True) -> None:
         self.run = 0
-        self.version = 0
+        self._version = 0
         self.values: Mapping[str, Any] = {}
         self._changed = threading.Condition(threading.Lock())
         self._readers: dict[int, _Reader] = {}
@@ -55,6 +111,8 @@ class Gate:
         self._waiting_readers = 0
         self._due_readers = 0  # of the waiting ones, those that a switch has held back already
         self._switches = 0
+        self._gradients = gradients
+        self._outside: tuple[OutsideWriter, ...] = ()
 
     def __enter__(self) -> Gate:
         """Enter shared. Blocks for one switch that is in progress or waits, unless this thread is already inside."""
@@ -69,6 +127,8 @@ class Gate:
                 return self
             if self._writer is not None or self._waiting_writers:
                 self._let_a_switch_pass()
+            if self._outside:
+                self._come_in_first()
             self._readers[me] = _Reader(threading.current_thread().name, time.monotonic())
         return self
 
@@ -86,6 +146,8 @@ class Gate:
             mine.depth -= 1
             if mine.depth == 0:
                 del self._readers[me]
+                if not self._readers:
+                    self._let_in()
                 if self._waiting_writers:
                     self._changed.notify_all()
 
@@ -96,6 +158,32 @@ class Gate:
 
     async def __aexit__(self, *exc: object) -> None:
         raise RuntimeError("the gate must not be held across await")
+
+    @property
+    def version(self) -> int:
+        """See the class. Whoever is not inside reads what the next one to come in finds."""
+        for writer in self._outside:
+            newer = writer.newer_version()
+            if newer is not None:
+                return newer
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+
+    def connect(self, writer: OutsideWriter) -> None:
+        """From now on this sender may switch the weights while nobody is inside."""
+        with self._changed:
+            while (self._readers or self._writer is not None) and not writer.keep_out():
+                self._changed.wait(_MOMENT)
+            others = [other for other in self._outside if not (other.ended and writer.covers(other))]
+            self._outside = (*others, writer)
+
+    def disconnect(self, writer: OutsideWriter) -> None:
+        """This sender does not write any more."""
+        with self._changed:
+            self._outside = tuple(other for other in self._outside if other is not writer)
 
     @property
     def inside(self) -> bool:
@@ -128,15 +216,23 @@ class Gate:
                 raise RuntimeError("weights cannot be switched from inside the gate: leave `with gate:` first")
             self._waiting_writers += 1
             try:
-                while self._writer is not None or self._readers or self._due_readers:
+                while (busy := bool(self._writer or self._readers or self._due_readers)) or not self._keep_out():
                     remaining = None if deadline is None else min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                     if remaining is not None and remaining <= 0:
                         raise WeightSyncTimeout(f"the gate was not free before the push's deadline: {self._holders()}")
                     if check is not None:
                         check()
                         remaining = _LOOK_AROUND if remaining is None else min(remaining, _LOOK_AROUND)
+                    if not busy:
+                        remaining = _MOMENT
                     self._changed.wait(remaining)
                 self._writer = me
+                self._catch_up()
+            except BaseException:
+                if self._writer == me:
+                    self._writer = None
+                    self._let_in()
+                raise
             finally:
                 self._waiting_writers -= 1
                 if self._writer != me:
@@ -148,6 +244,9 @@ class Gate:
             self._writer_reentries = 0
             self._switches += 1
             self._due_readers = self._waiting_readers
+            for writer in self._outside:
+                writer.withdraw()
+            self._let_in()
             self._changed.notify_all()
 
     def wait_for_version(self, version: int, timeout: float) -> bool:
@@ -157,7 +256,53 @@ class Gate:
             Whether it is.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: self.version >= version, timeout)
+            deadline = time.monotonic() + timeout
+            while self.version < version and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(min(left, _OFTEN) if self._outside else left)  # it tells nobody
+            return self.version >= version
+
+    def _come_in_first(self) -> None:
+        """Keep senders out, if nobody has yet; waits while one writes. The caller has ``_changed``."""
+        while self._writer is not None or not (self._readers or self._finds_whole()):
+            self._changed.wait(_MOMENT)
+        if self._gradients and torch.is_grad_enabled():
+            for writer in self._outside:
+                writer.gradients_recorded()
+
+    def _finds_whole(self) -> bool:
+        if not self._keep_out():
+            return False
+        whole = False
+        try:
+            whole = all(writer.is_whole() for writer in self._outside)
+            if whole:
+                self._catch_up()
+        except BaseException:
+            whole = False
+            raise
+        finally:
+            if not whole:
+                self._let_in()
+        return whole
+
+    def _keep_out(self) -> bool:
+        """Keep all senders out, or none; whether they are."""
+        kept: list[OutsideWriter] = []
+        for writer in self._outside:
+            if not writer.keep_out():
+                for other in kept:
+                    other.let_in()
+                return False
+            kept.append(writer)
+        return True
+
+    def _catch_up(self) -> None:
+        for writer in self._outside:
+            writer.catch_up()
+
+    def _let_in(self) -> None:
+        for writer in self._outside:
+            writer.let_in()
 
     def _let_a_switch_pass(self) -> None:
         before = self._switches

@@ -66,6 +66,11 @@ class NewestWeights:
         """The newest snapshot for a worker; ``None`` if its slot was needed for another."""
         return self._kept.get(worker_idx)
 
+    def needs(self, slot: Slot, *, but_for: Iterable[int]) -> bool:
+        """Whether a slot is the newest snapshot of a worker beside these, which are about to have another one."""
+        beside = self._kept.keys() - set(but_for)
+        return any(self._kept[index].slot is slot for index in beside)
+
     def give_way(self) -> bool:
         """Let a slot go that nobody else holds, for a newer version to be written there; whether there was one.
 

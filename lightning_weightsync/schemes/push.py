@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from lightning_weightsync.errors import WeightSyncError
 from lightning_weightsync.schemes.newest import NEWCOMERS, Newest
 from lightning_weightsync.schemes.strategy import Weights
+from lightning_weightsync.transports.at_rest import AT_MOST, let_go, seem_at_rest, switch_at_rest
 from lightning_weightsync.transports.hub import LinkHub
 from lightning_weightsync.transports.link import WorkerLink
 from lightning_weightsync.transports.pushing import Payload, PushHandle, check_size
@@ -32,8 +34,8 @@ class Pushable(Protocol):
         """
         ...
 
-    def release(self, slot: Slot, holder: object) -> None:
-        """``holder`` does not need the slot any more."""
+    def release(self, holder: object) -> None:
+        """``holder`` does not need any slot any more."""
         ...
 
     def keep_newest(self, worker_ids: Iterable[int], newest: Newest) -> None:
@@ -48,6 +50,13 @@ class Pushable(Protocol):
         """The newest snapshot that was meant for a worker, if it is still there."""
         ...
 
+    def mapped_slot(self, links: Collection[WorkerLink], meant_for: Iterable[int], holder: object) -> Slot | None:
+        """The one slot that all of these workers have mapped, now held by ``holder`` too; ``None`` without one.
+
+        Nobody else needs its bytes, once a push that is meant for these indices has been made.
+        """
+        ...
+
     def payload(self, worker_idx: int, slot: Slot, extra: bytes) -> Payload:
         """What the hub is handed for one worker."""
         ...
@@ -55,7 +64,7 @@ class Pushable(Protocol):
 
 PerWorker: TypeAlias = Mapping[int, Weights]
 
-_Taken: TypeAlias = tuple[Pushable, Iterable[int], Slot, bytes]
+_Taken: TypeAlias = tuple[Pushable, Collection[int], Slot, bytes]
 """A snapshot: of which scheme, for whom, the slot, and the extra state."""
 
 
@@ -111,23 +120,39 @@ def push_models(
                 hub.version += 1
             hub.values = hub.next_values
             reachable = {index: several for index, several in payloads.items() if index not in failed}
+            interrupted: BaseException | None = None
+            switched: Collection[int] = ()
+            if not initial and links is None:
+                try:
+                    switched = _switch_at_rest(hub, taken, worker_ids, holder)
+                except BaseException as error:  # Ctrl-C: some may wait for a push that makes them whole again
+                    interrupted = error
+                    let_go(hub.links[index] for index in worker_ids if index in hub.links)
             remaining = max(0.001, timeout - (time.monotonic() - started))
             handle = hub.push(
-                reachable, hub.version, timeout=remaining, initial=initial, replaceable=replaceable, links=links
+                reachable,
+                hub.version,
+                timeout=remaining,
+                initial=initial,
+                replaceable=replaceable,
+                links=links,
+                switched=switched,
             )
             handle.failed |= failed
             try:
-                if not replaceable:
+                if not replaceable or interrupted is not None:
                     hub.dispatcher.send_off()  # what is to be done here can be done while the workers wake up
                 _keep(taken, hub.version)
                 _fill(taken)
             except BaseException as error:
                 _recover(hub, handle, taken, error)
                 raise
+            if interrupted is not None:
+                raise interrupted
             return handle
         finally:
-            for pushed, _, slot, _ in taken:
-                pushed.release(slot, holder)
+            for scheme in weights:
+                scheme.release(holder)
 
 
 def push_newest(hub: LinkHub, schemes: Collection[Pushable], link: WorkerLink, *, timeout: float) -> PushHandle:
@@ -150,6 +175,37 @@ def newest_version(schemes: Collection[Pushable], worker_idx: int) -> int | None
     """Of the newest push that was meant for a worker, of any of these; ``None`` if the bytes of one are gone."""
     versions = [newest.version for scheme in schemes if (newest := scheme.newest(worker_idx)) is not None]
     return max(versions) if len(versions) == len(schemes) else None
+
+
+def _switch_at_rest(hub: LinkHub, taken: list[_Taken], worker_ids: Sequence[int], holder: object) -> Collection[int]:
+    """Have workers switch in their sleep, if all of them can (see ``transports.at_rest``); returns who has.
+
+    What was taken is then what they have mapped.
+    """
+    links = [link for index in worker_ids if (link := hub.links.get(index)) is not None]
+    if len(links) < len(worker_ids) or sum(slot.memory.numel() for _, _, slot, _ in taken) > AT_MOST:
+        return ()
+    if not seem_at_rest(links):
+        return ()
+    with hub.dispatcher.at_rest(links) as resting:
+        # From here on nothing arrives that says who holds what.
+        if not resting or not all(link.values is hub.values for link in links):
+            return ()
+        mapped: list[_Taken] = []
+        for scheme, meant_for, slot, extra in taken:
+            same = None
+            if len(meant_for) >= len(links) and not extra and slot.filling is None and slot.digest is None:
+                same = scheme.mapped_slot(links, meant_for, holder)
+            if same is None:
+                return ()
+            mapped.append((scheme, meant_for, same, extra))
+        slots = [(slot, same) for (_, _, slot, _), (_, _, same, _) in zip(taken, mapped, strict=True)]
+        # Kept before it is written, so that the bytes of this version never go by the number of the one before.
+        switched = switch_at_rest(links, slots, hub.version, partial(_keep, mapped, hub.version))
+        if switched is None:
+            return ()
+        taken[:] = mapped
+        return switched
 
 
 def _keep(taken: Iterable[_Taken], version: int) -> None:

@@ -24,7 +24,9 @@ from typing import Any
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.schemes.gate import Gate
 from lightning_weightsync.schemes.requests import Destination, Requests, last_words
+from lightning_weightsync.schemes.resting import Resting
 from lightning_weightsync.transports.base import TransferFailed
+from lightning_weightsync.transports.board import WorkerBoard
 from lightning_weightsync.transports.control import ChannelClosed, ChannelTimeout, ControlChannel, Message
 from lightning_weightsync.transports.dialling import join
 from lightning_weightsync.transports.meeting import Addresses, from_text, to_text
@@ -72,17 +74,58 @@ class ReceiverLink:
         self.worker_idx = worker_idx
         self.gate = gate
         self.run = -1
-        self.version = -1
+        self._version = -1
         self.generation = -1
         self.state = ReceiverState.NEW
         self.cause: Exception | None = None
         self._requests = Requests(gate, self)
+        self._resting: Resting | None = None
         self._joining: socket.socket | None = None
         self._channel: ControlChannel | None = None
         self._threads: list[threading.Thread] = []
         self._has_service = False
         self._ended = threading.Event()
         self._moving = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """See the class."""
+        resting = self._resting
+        return self._version if resting is None else resting.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        resting = self._resting
+        if resting is not None:
+            resting.version = version
+
+    def take_board(self, descriptor: int) -> None:
+        """The sender shares a board: it may switch this worker in its sleep, once that has been offered."""
+        try:
+            board = WorkerBoard(descriptor)
+        except OSError:
+            return  # every push is a message, then
+        self._resting = Resting(board, self.gate, self._requests.models)
+        self._resting.version = self._version
+
+    def offer_rest(self) -> None:
+        """Weights were applied: where that is all that a switch takes, the sender may do it from now on."""
+        resting = self._resting
+        if resting is not None and self._has_service:
+            resting.offer()
+
+    @property
+    def is_mixed(self) -> bool:
+        """See ``schemes.transaction.Origin``."""
+        resting = self._resting
+        return resting is not None and resting.mixed
+
+    def stay_awake(self) -> None:
+        """There is more to do at a switch from now on."""
+        resting = self._resting
+        if resting is not None:
+            resting.withdraw()
 
     def add(self, destination: Destination) -> None:
         """Register a destination; before ``connect``."""
@@ -153,6 +196,9 @@ class ReceiverLink:
         with self._moving:
             served, self._has_service = self._has_service, True
         if not served:
+            if self._resting is not None:
+                self.gate.connect(self._resting)
+                self.offer_rest()
             self._spawn(self._serve_for_ever, "receiver")
 
     def serve_once(self, timeout: float | None) -> bool:
@@ -226,6 +272,10 @@ class ReceiverLink:
             self.cause = ChannelClosed(last_words(self._channel, str(cause)))
         if keep_models:
             self._requests.leave_slots(_LEAVE_SECONDS)
+        resting = self._resting
+        if resting is not None:
+            resting.end()
+            self._version, self._resting = resting.version, None
         self._ended.set()
         if self._channel is not None:
             self._channel.close()

@@ -116,6 +116,8 @@ class ReceiverSide(SchemeCore):
         self._hooks.append(hook)
         if self._staged is not None:
             self._staged.applied_hooks.append(hook)
+        if self._link is not None:
+            self._link.stay_awake()
 
     def accept_offer(self, offer: Message) -> None:
         """Check a sender's offer; see ``schemes.requests.Destination``."""

@@ -80,6 +80,9 @@ class Requests:
             self._push(channel, message)
         elif message.kind == "slot":
             self._learn_slot(message)
+        elif message.kind == "board":
+            self._link.take_board(message.descriptor)
+            os.close(message.descriptor)
         elif message.kind == "retire":
             self._forget_slot(message)
         elif message.kind == "digest":
@@ -94,10 +97,14 @@ class Requests:
         else:
             raise ChannelClosed(f"the sender sent {message.kind!r}, which is no request")
 
+    def models(self) -> list[StagedModel]:
+        """Those that the sender pushes."""
+        return [self._destinations[name].staged_model for name in self._transports]
+
     def leave_slots(self, patience: float) -> None:
         """Move the models out of the sender's slots; waits for the gate for at most ``patience`` seconds."""
         # While the channel is open the sender writes nothing into them; once it is lost it never does again.
-        models = [self._destinations[name].staged_model for name in self._transports]
+        models = self.models()
         # If somebody stays in the gate, the models go on viewing the slots: harmless, but for the memory.
         with contextlib.suppress(WeightSyncTimeout, RuntimeError), self._gate.alone(time.monotonic() + patience):
             for model in models:
@@ -180,7 +187,8 @@ class Requests:
             channel.close()
             raise ChannelClosed(reason) from error
         try:
-            check_newer((self._link.run, self._link.version), (run, version), initial=message["initial"])
+            may_be_equal = message["initial"] or self._link.is_mixed
+            check_newer((self._link.run, self._link.version), (run, version), initial=may_be_equal)
             push.stage(
                 [
                     Staged(model, slot, unpack(extra), verify=bool(entry.get("verify")))
@@ -198,8 +206,12 @@ class Requests:
         finally:
             self.pending = None
         if push.error is not None:  # perhaps by a commit in another thread
+            is_mixed = self._link.is_mixed  # as the push before has left it; when this one is answered, others come
             _tell_failure(channel, push)
+            if is_mixed:
+                raise ChannelClosed("the push that was to make the weights whole has failed")
             return
+        self._link.offer_rest()
         channel.send("applied", run=run, version=version, digests=push.digests)
         for model, slot in staged:
             self._transports[model.model_id].entered(slot, held=model.holds_slot)

@@ -23,6 +23,7 @@ from lightning_weightsync.transports.layout import digest_of
 from lightning_weightsync.transports.link import LinkState, WorkerLink
 from lightning_weightsync.transports.pushing import Payload, PushHandle, raise_failures
 from lightning_weightsync.transports.rendezvous import StoreInfo
+from lightning_weightsync.transports.shared_memory import SharedMemoryTransport, holder_of
 from lightning_weightsync.transports.slots import Slot, SlotPool
 
 _WORTH_FOLLOWING = 32 << 20
@@ -275,10 +276,10 @@ class SenderSide(SchemeCore):
             return False
         return all(i in self._transports and self._transports[i].follows for i in worker_ids)
 
-    def release(self, slot: Slot, holder: object) -> None:
-        """``holder`` of a snapshot does not need it any more."""
+    def release(self, holder: object) -> None:
+        """``holder`` of snapshots does not need them any more."""
         if self._pool is not None:
-            self._pool.release(slot, holder)
+            self._pool.release_all(holder)
 
     def keep_newest(self, worker_ids: Iterable[int], newest: Newest) -> None:
         """A snapshot is what a replacement of one of these workers starts from; see ``schemes.newest``."""
@@ -293,6 +294,30 @@ class SenderSide(SchemeCore):
     def newest(self, worker_idx: int) -> Newest | None:
         """The newest snapshot that was meant for a worker, if it is still there."""
         return self._newest.of(worker_idx) if self._newest is not None else None
+
+    def mapped_slot(self, links: Collection[WorkerLink], meant_for: Iterable[int], holder: object) -> Slot | None:
+        """The one slot that all of these workers have mapped, if nobody else needs its bytes; see ``schemes.push``."""
+        if self._pool is None or self._newest is None or self.only_changed:  # which relies on what a slot has held
+            return None
+        slot = self._pool.held_by({holder_of(link) for link in links}, {self._newest}, also=holder)
+        if slot is None or (not self._newest.needs(slot, but_for=meant_for) and self._is_shown(slot, links)):
+            return slot
+        self._pool.release(slot, holder)
+        return None
+
+    def _is_shown(self, slot: Slot, links: Iterable[WorkerLink]) -> bool:
+        """Whether the transport, as in every push, would name this very slot to these workers, and do nothing else."""
+        for link in links:
+            transport = self._transports.get(link.worker_idx)
+            if not isinstance(transport, SharedMemoryTransport):
+                return False
+            try:
+                ticket = transport.send(link.worker_idx, slot)
+            except Exception:  # the usual push meets it too, and tells
+                return False
+            if ticket != {"slot": slot.index}:
+                return False
+        return True
 
     def add_workers(self, worker_ids: Iterable[int]) -> None:
         """There are more workers: they start from what was meant for all. The caller holds the hub's ``pushing``."""

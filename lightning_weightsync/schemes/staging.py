@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -83,6 +84,15 @@ class StagedModel:
         self._copy_may_fail = False
         self._views: dict[int, list[Tensor]] = {}
         self._undo: list[Callable[[], None]] = []
+        self._applied: SlotMemory | None = None  # and in force, once it is kept
+        self._in_force: SlotMemory | None = None
+
+    @property
+    def range_at_rest(self) -> tuple[int, int] | None:
+        """Address and bytes of what holds all weights, where a switch consists in other bytes being there; or None."""
+        if self._window is None or not self._entered or self._copied or self._extra_parts or self.applied_hooks:
+            return None
+        return self._window.memory.data_ptr(), self.layout.nbytes
 
     @property
     def holds_slot(self) -> bool:
@@ -161,6 +171,7 @@ class StagedModel:
                 can fail after something else has been written.
         """
         self._undo = []
+        self._applied = slot
         if self._leaves is None or self._leaves.stale() or (self._window is not None and self._window.moved):
             # `self.mean = new_mean` has put another tensor in the place of a buffer, for example.
             self._leaves = self._find_leaves(self.layout)
@@ -188,8 +199,36 @@ class StagedModel:
                 self._undo.append(_restore_extra(part))
                 part.set_extra_state(extra[key])
 
+    def follow(self) -> bool:
+        """The sender has written the slot in force again. The caller holds the gate.
+
+        Returns:
+            Whether weights lie elsewhere now: others had been put in their place since the last version, and hold it
+            only from now on.
+
+        Raises:
+            LayoutMismatchError: There are other leaves than were agreed on; those that were hold the version, if
+                ``shows_slot``.
+        """
+        if self._leaves is None or self._in_force is None:
+            return False
+        increment_version(self._in_window)
+        if not self._leaves.stale() and not (self._window is not None and self._window.moved):
+            return False
+        with torch.inference_mode(False):  # or what is moved would be an inference tensor from then on
+            self.apply(self._in_force, {}, keep_backup=False)
+        self.keep()
+        return True
+
+    @property
+    def shows_slot(self) -> bool:
+        """Whether every leaf that was agreed on is one that lives in the slot in force."""
+        live = self.strategy.leaves(self.target)
+        return all(live.get(name) is leaf and self._is_in_window(leaf) for leaf, name in self._switched)
+
     def roll_back(self) -> None:
         """Restore what the live leaves held before ``apply``. The caller holds the gate alone."""
+        self._applied = None
         while self._undo:
             self._undo.pop()()
 
@@ -198,6 +237,7 @@ class StagedModel:
         self._undo = []
         if self._window is not None:
             self._window.drop_aside()
+        self._in_force, self._applied = (self._applied if self._switched else None), None
 
     def forget(self, slot: SlotMemory) -> None:
         """This slot is not going to be used again: let go of views of it."""
@@ -211,6 +251,7 @@ class StagedModel:
         self._may_switch = False
         self._views = {}
         self._undo = []
+        self._in_force = self._applied = None
 
     def digest(self) -> str:
         """SHA-256 over the live leaves, in layout order, each stored leaf once."""

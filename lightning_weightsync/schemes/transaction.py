@@ -62,6 +62,19 @@ class Origin(Protocol):
         """Raise if nobody waits for the push any more: it has been reported as failed."""
         ...
 
+    def offer_rest(self) -> None:
+        """The push is in force, and the gate was left."""
+        ...
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the weights are a mixture of two versions, which an interrupted push has left."""
+        ...
+
+    def take_board(self, descriptor: int) -> None:
+        """The sender shares a page of memory; the descriptor is closed afterwards."""
+        ...
+
 
 class Transaction:
     """One version of one or several models, on its way into one receiver.

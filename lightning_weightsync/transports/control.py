@@ -93,6 +93,14 @@ class ControlChannel:
         return None if self._passes_descriptors else str(self._sock.getsockname()[0])
 
     @property
+    def peer_pid(self) -> int:
+        """The process at the other end of a Unix socket, as the kernel knows it; 0 where it does not tell."""
+        if not self._passes_descriptors or not hasattr(socket, "SO_PEERCRED"):
+            return 0
+        found = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 3 * _INT.size)
+        return int(_INT.unpack_from(found)[0])
+
+    @property
     def has_more(self) -> bool:
         """Whether bytes were read that have not been looked at."""
         return bool(self._buffer)

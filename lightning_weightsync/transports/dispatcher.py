@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from lightning_weightsync.errors import WeightSyncError, WeightSyncTimeout
 from lightning_weightsync.transports.control import ChannelClosed
@@ -84,6 +84,10 @@ class Dispatcher:
         self._given_up.append((link, error, phase, since))
         self.wait_until(lambda: link.state is not LinkState.OPEN)
         link.end(error)  # if the exchange is over, and nobody drives any more
+
+    def give_up_later(self, link: WorkerLink, error: Exception) -> None:
+        """The same, by whoever drives next; for what is called while somebody does."""
+        self._given_up.append((link, error, _BETWEEN, None))
 
     def call_off(self, errands: Iterable[Errand], error: WeightSyncError) -> None:
         """What these errands carry cannot be completed: fail them. Who has been sent a part loses its link."""
@@ -170,6 +174,32 @@ class Dispatcher:
         """Take in what has arrived on all links, heartbeats above all; blocks for a twentieth of a second at most."""
         self.wait_until(lambda: False, time.monotonic() + _LOOK_AROUND)
 
+    @contextlib.contextmanager
+    def at_rest(self, links: Collection[WorkerLink]) -> Iterator[bool]:
+        """Tells whether all of these workers are there, and owe no answer. Nothing is sent and no link ended inside.
+
+        Takes in what has arrived; does not block.
+        """
+        if not self._driving.acquire(blocking=False):
+            yield False  # something is under way
+            return
+        try:
+            self._exchange(0.0)
+            yield self._owe_nothing(links)
+        finally:
+            self._driving.release()
+            self._tell_progress()
+
+    def _owe_nothing(self, links: Iterable[WorkerLink]) -> bool:
+        now = time.monotonic()
+        with self._mutex:
+            return not self._closed and all(
+                link.state is LinkState.OPEN
+                and self._queues.get(id(link)) == deque()
+                and now - link.channel.last_heard <= self._heartbeat_timeout
+                for link in links
+            )
+
     def run_in_background(self) -> None:
         """See to it that submitted errands are run though nobody waits for them."""
         if self._background is None:
@@ -217,18 +247,22 @@ class Dispatcher:
             if self._closed:
                 self._fail_all()
                 return
-            for descriptor, events in self._poller.poll(_LOOK_AROUND * 1000):
-                if descriptor == self._wake_reader.fileno():
-                    with contextlib.suppress(OSError):
-                        self._wake_reader.recv(4096)
-                elif (link := self._links.get(descriptor)) is not None:
-                    if events & select.POLLOUT:
-                        self._send_rest(link)
-                    self._read(link)
+            self._exchange(_LOOK_AROUND)
             self._expire()
             self._send_next()
             if self._waiters:
                 self._tell_progress()
+
+    def _exchange(self, seconds: float) -> None:
+        """Read and post what can be read and posted, once something can be or the seconds have passed."""
+        for descriptor, events in self._poller.poll(seconds * 1000):
+            if descriptor == self._wake_reader.fileno():
+                with contextlib.suppress(OSError):
+                    self._wake_reader.recv(4096)
+            elif (link := self._links.get(descriptor)) is not None:
+                if events & select.POLLOUT:
+                    self._send_rest(link)
+                self._read(link)
 
     def _send_next(self) -> None:
         while self._given_up:

@@ -20,6 +20,7 @@ from lightning_weightsync.errors import (
     WorkerDied,
 )
 from lightning_weightsync.transports.base import TransferFailed
+from lightning_weightsync.transports.board import make_board
 from lightning_weightsync.transports.control import ChannelClosed, Message
 from lightning_weightsync.transports.dispatcher import Dispatcher
 from lightning_weightsync.transports.errand import Errand
@@ -199,6 +200,7 @@ class LinkHub:
             self.dispatcher.watch(link)
             try:
                 link.channel.send("welcome", generation=generation, heartbeat_timeout=float(self.heartbeat_timeout))
+                _share_board(link)
             except ChannelClosed as error:  # whoever asks it next is told
                 self.dispatcher.give_up(link, error)
         if self._closed.is_set():  # meanwhile: these links were not there yet
@@ -228,6 +230,7 @@ class LinkHub:
         initial: bool = False,
         replaceable: bool = False,
         links: Mapping[int, WorkerLink] | None = None,
+        switched: Collection[int] = (),
     ) -> PushHandle:
         """Put one version on its way to workers; does not block.
 
@@ -238,16 +241,21 @@ class LinkHub:
             initial: The version that a new worker starts from; a worker then need not find it newer.
             replaceable: Whether a newer push of the same models may take its place in a queue.
             links: Of workers that are connecting; ``None`` for those that have been admitted.
+            switched: Workers that have it already (``at_rest``): nothing is sent to them.
 
         Returns:
             The handle; whoever waits for it drives the exchange (or ``dispatcher.run_in_background``).
         """
         names = sorted({payload.model_id for several in payloads.values() for payload in several})
         phase = f"push of version {version} of {', '.join(map(repr, names))}"
-        handle = PushHandle(self.run, version, self.dispatcher, phase)
+        handle = PushHandle(self.run, version, self.dispatcher, phase, self.values)
         deadline = time.monotonic() + timeout
         announcement = Announcement(self.run, version, self.values, initial, deadline, timeout)
         for index, several in payloads.items():
+            if index in switched:
+                self._count_bytes(sum(payload.pool.nbytes for payload in several), 0)
+                handle.at_rest.append(index)
+                continue
             link = (self.links if links is None else links).get(index)
             if link is None or link.state is not LinkState.OPEN:
                 handle.failed[index] = _down(index, link, phase)
@@ -379,6 +387,13 @@ def check_ids(worker_ids: int | Sequence[int] | None, num_workers: int) -> list[
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < num_workers:
             raise ValueError(f"worker_ids holds {index!r}; workers are numbered 0 .. {num_workers - 1}")
     return list(dict.fromkeys(ids))
+
+
+def _share_board(link: WorkerLink) -> None:
+    board = make_board(link.channel.peer_pid) if link.local else None
+    if board is not None:
+        link.board = board
+        link.channel.send("board", descriptor=board.descriptor)
 
 
 def _is_end(error: Exception) -> bool:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
+from lightning_weightsync.transports.board import SenderBoard
 from lightning_weightsync.transports.posting import PostingChannel
 
 
@@ -40,8 +42,10 @@ class WorkerLink:
         channel: Announcements, acknowledgements, errors, heartbeats.
         local: Whether descriptors can be handed to it: it runs on this host, as this user.
         generation: Which replacement of this index it is, from 0.
+        board: Shared with it, where it can be switched in its sleep (``at_rest``).
         run: Run of the weights that the worker has applied.
         version: Version of the weights that the worker has applied.
+        values: The schedule values that came with them: the hub's own mapping, which is never changed.
         state: See ``LinkState``; changed by ``end`` alone.
         cause: Why it is ``BROKEN``.
     """
@@ -51,8 +55,10 @@ class WorkerLink:
     channel: PostingChannel
     generation: int
     local: bool = False
+    board: SenderBoard | None = None
     run: int = -1
     version: int = -1
+    values: Mapping[str, Any] | None = None
     state: LinkState = LinkState.OPEN
     cause: Exception | None = None
     _on_end: list[Callable[[], None]] = field(default_factory=list)
@@ -77,6 +83,9 @@ class WorkerLink:
         self.state = state
         self.cause = cause
         self.channel.close()
+        board, self.board = self.board, None
+        if board is not None:
+            board.close()
         for release in self._on_end:
             release()
         self._on_end.clear()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from lightning_weightsync.transports.bodies import Schema
 
-CARRIES_DESCRIPTOR = frozenset({"slot", "joint"})
+CARRIES_DESCRIPTOR = frozenset({"slot", "joint", "board"})
 """Kinds of messages, of any schema, that bring one file's descriptor."""
 
 LINK_MESSAGES: Schema = {
     "hello": {"worker_idx": int, "pid": int},
     "welcome": {"generation": int, "heartbeat_timeout": float},
     "refused": {"reason": str},
+    "board": {},
     "attach": {
         "model_id": str,
         "layout": dict,

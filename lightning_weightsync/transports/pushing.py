@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 from lightning_weightsync.errors import (
@@ -30,6 +31,7 @@ from lightning_weightsync.transports.slots import Slot, SlotPool
 _BESIDE = 128 << 10
 """Bytes of room for what is in an announcement beside a model's extra state: its weights, if they are small."""
 
+_NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 _ACKNOWLEDGEMENTS = frozenset({"applied", "failed"})
 
 
@@ -72,13 +74,19 @@ class PushHandle:
     Attributes:
         run: Of the sender.
         version: Of the push.
+        values: The schedule values that come with it.
         failed: Each worker that has not applied it, and the cause; complete when the push is settled.
+        at_rest: The workers that were switched in their sleep (``transports.at_rest``); nothing was sent to them.
     """
 
-    def __init__(self, run: int, version: int, dispatcher: Dispatcher, phase: str) -> None:
+    def __init__(
+        self, run: int, version: int, dispatcher: Dispatcher, phase: str, values: Mapping[str, Any] = _NO_VALUES
+    ) -> None:
         self.run = run
         self.version = version
+        self.values = values
         self.failed: dict[int, Exception] = {}
+        self.at_rest: list[int] = []
         self.phase = phase
         self.errands: list[Errand] = []
         self._dispatcher = dispatcher
@@ -130,6 +138,10 @@ class PushHandle:
         if self.failed:
             raise failure(self.failed, self.phase)
         return self.state
+
+    def give_up_later(self, link: WorkerLink, error: Exception) -> None:
+        """A worker that cannot go on without this push has not got it: its link ends."""
+        self._dispatcher.give_up_later(link, error)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(version={self.version}, {self.state.value})"
@@ -224,6 +236,7 @@ class Delivery:
             applied = reply.kind == "applied"
             if applied:
                 link.run, link.version = handle.run, handle.version
+                link.values = handle.values
                 self._verify(link, reply)
             else:
                 handle.failed[link.worker_idx] = _reported(link, handle.phase, reply)
@@ -232,6 +245,8 @@ class Delivery:
                     payload.transport.settled(link.worker_idx, payload.slot, applied=applied)
         elif errand.error is not None:
             handle.failed[link.worker_idx] = errand.error
+            if (board := link.board) is not None and board.is_mixed:  # it was to be made whole, and lets nobody in
+                handle.give_up_later(link, errand.error)
         for payload in self._payloads:
             if reply is None and self._sent:  # the worker may have it mapped, or a transfer may still be reading it
                 payload.pool.retire_all(self)

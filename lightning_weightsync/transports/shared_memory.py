@@ -83,7 +83,7 @@ class SharedMemoryTransport:
         """A worker has answered: if it has applied the slot, it holds this one and no other."""
         worker = self._workers.get(worker_idx)
         if applied and worker is not None and worker.holds and worker.link.state is LinkState.OPEN:
-            self._pool.hold_only(slot, ("worker", worker_idx, worker.link.generation))
+            self._pool.hold_only(slot, holder_of(worker.link))
 
     def close(self) -> None:
         """Nothing of its own: the pool is its owner's."""
@@ -93,7 +93,7 @@ class SharedMemoryTransport:
         if worker is not None and worker.link is link:
             del self._workers[link.worker_idx]
         # The process may be stopped rather than dead, and read on: what it has mapped is never written again.
-        self._pool.retire_all(("worker", link.worker_idx, link.generation))
+        self._pool.retire_all(holder_of(link))
 
     def _tell_retired(self, index: int) -> None:
         """Called by whoever lets go of a slot last, while another thread may lose a worker, or send to it."""
@@ -103,6 +103,11 @@ class SharedMemoryTransport:
                 # Not try_send: what there is no room for now leaves before the next ticket does.
                 with contextlib.suppress(ChannelClosed):  # it is lost, or about to be
                     worker.link.channel.send("retire", model_id=self.model_id, index=index)
+
+
+def holder_of(link: WorkerLink) -> tuple[str, int, int]:
+    """As what a worker holds the slot that it has mapped."""
+    return ("worker", link.worker_idx, link.generation)
 
 
 class SharedMemoryReceiver:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -136,6 +136,13 @@ class SlotPool:
             slot.holders.discard(holder)
         self._dispose()
 
+    def release_all(self, holder: Hashable) -> None:
+        """``holder`` does not need any slot any more."""
+        with self._mutex:
+            for slot in self._slots.values():
+                slot.holders.discard(holder)
+        self._dispose()
+
     def hold_only(self, slot: Slot, holder: Hashable) -> None:
         """Keep this slot's bytes as they are for ``holder``, which needs none of the others any more."""
         with self._mutex:
@@ -143,6 +150,18 @@ class SlotPool:
                 other.holders.discard(holder)
             slot.holders.add(holder)
         self._dispose()
+
+    def held_by(self, holders: Collection[Hashable], keepers: Collection[Hashable], *, also: Hashable) -> Slot | None:
+        """The one slot that is held by each of these holders, and now by one more; ``None`` without one.
+
+        It is not retired, and nobody else holds it but keepers.
+        """
+        with self._mutex:
+            found = next((slot for slot in self._slots.values() if slot.holders.issuperset(holders)), None)
+            if found is None or found.retired or not found.holders.difference(holders).issubset(keepers):
+                return None
+            found.holders.add(also)
+            return found
 
     def changes(self, slot: Slot, since: Slot) -> Ranges:
         """Where two slots differ, by whole leaves; both are held by the caller. Found once per pair.

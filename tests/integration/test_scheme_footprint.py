@@ -64,11 +64,20 @@ def count_push(connected, monkeypatch):
     return sum(group.sends for group in groups), messages
 
 
-def test_a_push_is_one_transfer_and_one_announcement_per_worker_however_many_leaves_there_are(connect, monkeypatch):
-    """In shared memory it is no transfer at all; what is said there besides is said once for each slot."""
+@pytest.mark.parametrize("at_rest", [False, True], ids=["awake", "at rest"])
+def test_a_push_is_one_transfer_and_one_announcement_per_worker_however_many_leaves_there_are(
+    connect, monkeypatch, at_rest
+):
+    """In shared memory it is no transfer at all; what is said there besides is said once for each slot.
+
+    Workers of this host that are at rest are told nothing.
+    """
     counts = []
     for leaves in (2, 2000):
         connected = connect(source := many(leaves), 2, sync=False)
+        if not at_rest:
+            for process in connected.processes:
+                process.call(lambda box: box.scheme.add_applied_hook(lambda model, version: None))
         for _ in range(3):
             connected.push()
         scramble(source.parameters(), seed=leaves)
@@ -77,7 +86,8 @@ def test_a_push_is_one_transfer_and_one_announcement_per_worker_however_many_lea
             assert_same_bits(connected.leaves(worker), leaves_of(source))
         for process in connected.processes:
             process.call(schemes.shutdown)
-    assert counts == [(2 if connect.same_host == "network" else 0, ["push", "push"])] * 2
+    is_local = connect.same_host == "shared_memory"
+    assert counts == [(0 if is_local else 2, [] if is_local and at_rest else ["push", "push"])] * 2
 
 
 @pytest.mark.slow

@@ -87,6 +87,6 @@ def test_the_sync_table(row, groups):
     elif name == "ahead, batch":
         assert kinds == [1] * 8 and max(looks.lags) >= 1
     else:
-        assert max(kinds) == 2, "no worker switched within a batch"
+        assert max(kinds) >= 2, "no worker switched within a batch"  # twice, where the trainer is quick
         for versions in looks.batches:
             assert bool((versions[:, 1:] >= versions[:, :-1]).all()) and bool((versions == versions[:1]).all())

@@ -2,6 +2,7 @@ import asyncio
 import copy
 import doctest
 import math
+import os
 import pickle
 import random
 import sys
@@ -16,12 +17,27 @@ from torch import nn
 from lightning_weightsync.errors import WeightSyncTimeout
 from lightning_weightsync.schemes import gate as module_under_test
 from lightning_weightsync.schemes.gate import Gate
+from lightning_weightsync.schemes.resting import Resting
+from lightning_weightsync.transports.board import WorkerBoard, make_board
 from tests.helpers.threads import Call, eventually, soon
 
 
-@pytest.fixture
-def gate():
-    return Gate()
+@pytest.fixture(params=["on its own", "with a sender outside"])
+def gate(request):
+    """The second kind is shared with a sender that never writes; see ``test_resting`` for what happens if it does."""
+    gate = Gate()
+    if request.param == "on its own":
+        yield gate
+        return
+    sender = make_board(os.getpid())
+    if sender is None:
+        pytest.skip("boards are made on Linux only")
+    outside = Resting(WorkerBoard(sender.descriptor), gate, list)
+    outside.version = 0
+    gate.connect(outside)
+    yield gate
+    outside.end()
+    sender.close()
 
 
 class Visitor:
