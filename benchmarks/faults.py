@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import torch
 from torch import nn
 
 from benchmarks.receivers import Receivers
@@ -38,7 +39,7 @@ class End:
 
     def _hold(self, share: float) -> Callable[[int, FrameType | None], None]:
         def hold(number: int, frame: FrameType | None) -> None:
-            with self.scheme.gate:
+            with torch.no_grad(), self.scheme.gate:  # so that it may be switched in its sleep before and after
                 time.sleep(share * self.scheme.timeout)
 
         return hold
