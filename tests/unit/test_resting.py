@@ -260,6 +260,8 @@ def test_a_leaf_that_does_not_fit_raises_for_who_comes_in(make_pair):
     assert pair.sender.lock()  # nobody is inside
     pair.sender.unlock()
     assert not pair.write(5)  # so that the sender is told
+    with pair.gate.alone(soon(1)):  # by this one
+        pass
 
 
 def test_a_leaf_more_is_the_next_pushs_business(make_pair):
