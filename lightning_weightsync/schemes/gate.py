@@ -274,18 +274,15 @@ class Gate:
     def _finds_whole(self) -> bool:
         if not self._keep_out():
             return False
-        whole = False
         try:
-            whole = all(writer.is_whole() for writer in self._outside)
-            if whole:
+            if all(writer.is_whole() for writer in self._outside):
                 self._catch_up()
+                return True
         except BaseException:
-            whole = False
+            self._let_in()
             raise
-        finally:
-            if not whole:
-                self._let_in()
-        return whole
+        self._let_in()
+        return False
 
     def _keep_out(self) -> bool:
         """Keep all senders out, or none; whether they are."""

@@ -119,7 +119,7 @@ class ReceiverLink:
     def is_mixed(self) -> bool:
         """See ``schemes.transaction.Origin``."""
         resting = self._resting
-        return resting is not None and resting.mixed
+        return resting is not None and resting.is_mixed
 
     def stay_awake(self) -> None:
         """There is more to do at a switch from now on."""

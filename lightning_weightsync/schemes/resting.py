@@ -55,14 +55,14 @@ class Resting:
         self._board.version = self._followed = version
 
     @property
-    def mixed(self) -> bool:
+    def is_mixed(self) -> bool:
         """Whether the weights are a mixture of two versions, and wait for a push that makes them whole."""
-        return self._board.mixed
+        return self._board.is_mixed
 
     def offer(self) -> None:
         """Weights have been applied, and are whole: from now on the sender may write them again where that is all."""
         with self._offering:
-            self._board.mixed = False
+            self._board.make_whole()
             ranges = [model.range_at_rest for model in self._models()]
             known = [found for found in ranges if found is not None]
             self._board.offer(known if len(known) == len(ranges) and not self._has_gradients else None)
@@ -79,7 +79,7 @@ class Resting:
         deadline = time.monotonic() + _PATIENCE
         while not self._board.lock() and time.monotonic() < deadline:
             time.sleep(_MOMENT)  # it was about to write when it was withdrawn
-        if self._board.mixed:
+        if self._board.is_mixed:
             self.left = [weakref.ref(model.target) for model in self._models() if isinstance(model.target, nn.Module)]
             self._models = tuple
         else:
@@ -104,7 +104,7 @@ class Resting:
 
     def is_whole(self) -> bool:
         """See ``OutsideWriter``."""
-        if not self._board.mixed:
+        if not self._board.is_mixed:
             return True
         if not self.ended:
             return False
@@ -115,7 +115,7 @@ class Resting:
     def catch_up(self) -> None:
         """See ``OutsideWriter``."""
         version = self._board.version
-        if version == self._followed or self._board.mixed:
+        if version == self._followed or self._board.is_mixed:
             return
         moved = False
         fits = True

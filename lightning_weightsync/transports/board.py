@@ -56,6 +56,11 @@ class _Board:
         self._words = (ctypes.c_int64 * (_PAGE // 8)).from_address(self._page.data_ptr())
         _boards.add(self)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether what the worker has mapped was written in part only, and waits for a push that makes it whole."""
+        return bool(self._words[_MIXED])
+
     def _lock(self, how: int) -> bool:
         with self._closing:
             if self.descriptor < 0:
@@ -119,12 +124,7 @@ class SenderBoard(_Board):
     @property
     def is_open(self) -> bool:
         """Whether the worker may be switched in its sleep; never again once it has written its own weights."""
-        return bool(self._words[_OPEN]) and not self._words[_MIXED] and not self._writes
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether the worker waits for a push that makes its weights whole."""
-        return bool(self._words[_MIXED])
+        return bool(self._words[_OPEN]) and not self.is_mixed and not self._writes
 
     def may_write(self) -> bool:
         """Whether the worker's process runs as usual, and every page of its weights is the slot's.
@@ -206,14 +206,9 @@ class WorkerBoard(_Board):
         """Keep the sender from writing; ``False`` while it writes."""
         return self._lock(fcntl.LOCK_SH) or self.descriptor < 0
 
-    @property
-    def mixed(self) -> bool:
-        """Whether what is mapped here has been written in part only."""
-        return bool(self._words[_MIXED])
-
-    @mixed.setter
-    def mixed(self, mixed: bool) -> None:
-        self._words[_MIXED] = mixed
+    def make_whole(self) -> None:
+        """What was written in part only has been replaced."""
+        self._words[_MIXED] = 0
 
     @property
     def version(self) -> int:

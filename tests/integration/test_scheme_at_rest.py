@@ -43,6 +43,19 @@ def push(connected, weights=None, worker_ids=None, timeout=schemes.PUSH_SECONDS)
     return handle.at_rest
 
 
+def lose(connected, worker):
+    """Kill it, and have the sender know."""
+    connected.processes[worker].kill()
+    eventually(lambda: connected.scheme._hub.find_down() == [worker])
+
+
+def replace(connected, worker, process):
+    """Another process joins in its place."""
+    joining = connected.join(worker, process, layers())
+    connected.scheme.connect(worker_ids=[worker])
+    joining.result(10)
+
+
 # --- run in the receiver's process ----------------------------------------------------------------------------------
 
 
@@ -142,15 +155,11 @@ def test_a_replacement_starts_from_what_was_written_in_their_sleep(connect):
     connected = connect(source := layers(), 2, sync=False)
     fill(source, 1.0)
     assert push(connected) == [0, 1]
-    connected.processes[1].kill()
-    eventually(lambda: connected.scheme._hub.find_down() == [1])
+    lose(connected, 1)
     fill(source, 9.0)  # not pushed
-    process = connect.receivers[2]
-    joining = connected.join(1, process, layers())
-    connected.scheme.connect(worker_ids=[1])
-    joining.result(10)
+    replace(connected, 1, connect.receivers[2])
     assert connected.versions == [1, 1]
-    assert process.call(lambda box: box.model[0].weight[0, 0].item()) == 1.0
+    assert connected.processes[1].call(lambda box: box.model[0].weight[0, 0].item()) == 1.0
     assert push(connected) == []  # the two have different slots
     assert push(connected) == [0, 1]
     assert connected.versions == [3, 3]
@@ -173,16 +182,12 @@ def test_what_is_kept_for_a_lost_worker_is_not_written_again(connect):
     connected = connect(source := layers(), 2, sync=False)
     fill(source, 1.0)
     assert push(connected) == [0, 1]
-    connected.processes[1].kill()
-    eventually(lambda: connected.scheme._hub.find_down() == [1])
+    lose(connected, 1)
     fill(source, 2.0)
     push(connected, worker_ids=[0])
     fill(source, 3.0)
     assert push(connected, worker_ids=[0]) == [0]
-    process = connect.receivers[2]
-    joining = connected.join(1, process, layers())
-    connected.scheme.connect(worker_ids=[1])
-    joining.result(10)
+    replace(connected, 1, connect.receivers[2])
     assert connected.versions == [3, 1]
     assert set(connected.leaves(1)["0.weight"].unique().tolist()) == {1.0}
 
@@ -487,12 +492,8 @@ def test_ctrl_c_before_the_handle_leaves_the_right_bytes_for_a_replacement(conne
         with pytest.raises(_Interrupted):
             connected.scheme.send()
     assert connected.versions == [2, 2]
-    connected.processes[1].kill()
-    eventually(lambda: connected.scheme._hub.find_down() == [1])
-    process = connect.receivers[2]
-    joining = connected.join(1, process, layers())
-    connected.scheme.connect(worker_ids=[1])
-    joining.result(10)
+    lose(connected, 1)
+    replace(connected, 1, connect.receivers[2])
     assert connected.versions == [2, 2]
     assert set(connected.leaves(1)["0.weight"].unique().tolist()) == {2.0}
 

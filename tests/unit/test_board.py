@@ -58,9 +58,9 @@ def test_what_one_end_says_the_other_one_reads(ends):
     worker.offer([])
     assert sender.is_open
     sender.begin()
-    assert worker.mixed and not sender.is_open
+    assert worker.is_mixed and not sender.is_open
     sender.end(7)
-    assert (worker.version, worker.mixed, sender.is_open) == (7, False, True)
+    assert (worker.version, worker.is_mixed, sender.is_open) == (7, False, True)
     worker.version = 8
     worker.offer(None)
     assert not sender.is_open
