@@ -45,10 +45,20 @@ from benchmarks.options import add_json, at_least, write
 from benchmarks.table import machine, table
 from lightning_weightsync.integrations.torchrl import TorchRLWeightSyncScheme
 
+
+class PatientMultiProcess(MultiProcessWeightSyncScheme):  # type: ignore[misc]
+    """As it is, but for the ten seconds that a worker waits for its first weights: 1,000 tensors may take longer."""
+
+    def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
+        if self._receiver_transport is not None:
+            self._receiver_transport.timeout = 120.0
+        super()._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
+
+
 SCHEMES: dict[str, Callable[[], Any]] = {
     "ours": TorchRLWeightSyncScheme,
     "SharedMem": lambda: SharedMemWeightSyncScheme(sync=True),
-    "MultiProcess": lambda: MultiProcessWeightSyncScheme(sync=True),
+    "MultiProcess": lambda: PatientMultiProcess(sync=True),
 }
 SOURCES = ("own", "other")
 TITLES = {"mlp": "18 KB MLP", "many": "1,000 tensors of 2 KB", "large": "340 MB encoder"}

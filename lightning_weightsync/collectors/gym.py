@@ -2,7 +2,7 @@
 
 Every row of a batch is a real transition: reset steps never appear (vector environments of gymnasium make one by
 default), and ``next`` is never taken from the episode that follows. Only this and what it imports (``gym_envs``,
-``separate_envs``, ``vector_envs``, ``envs``, ``spaces``, ``columns``, ``checks``) need gymnasium.
+``separate_envs``, ``vector_envs``, ``envs``, ``spaces``, ``columns``, ``returns``, ``checks``) need gymnasium.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ try:
     from lightning_weightsync.collectors.columns import allocate
     from lightning_weightsync.collectors.envs import Env
     from lightning_weightsync.collectors.gym_envs import build_envs
+    from lightning_weightsync.collectors.returns import EpisodeSums
     from lightning_weightsync.collectors.spaces import Arrays, Leaf
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("GymCollector needs gymnasium: pip install 'lightning_weightsync[gym]'") from error
@@ -126,8 +127,7 @@ class GymCollector:
         seeds = np.random.SeedSequence(seed, spawn_key=(worker_idx,)).generate_state(num_envs)
         self._observation = self._envs.reset([int(s) for s in seeds])
         raise_fault(self._nan_in(self._observation))
-        self._returns = np.zeros(num_envs)
-        self._lengths = np.zeros(num_envs, dtype=np.int64)
+        self._sums = EpisodeSums(num_envs)
         self._episodes: list[tuple[float, int]] = []
         self._between_episodes = False
         self._closed = False
@@ -212,7 +212,7 @@ class GymCollector:
         self._check_open()
         if self._between_episodes:
             self._observation = self._envs.reset()
-            self._returns[:], self._lengths[:] = 0, 0
+            self._sums.forget()
             self._between_episodes = False
         per_batch, per_call = self._gates()
         envs, columns, gate = self._envs, self._columns, self.gate
@@ -237,27 +237,10 @@ class GymCollector:
                         break
         np.logical_or(columns.terminated, columns.truncated, out=columns.done)
         self._check_batch(t + 1)
-        self._count_episodes(t + 1)
+        rows = slice(t + 1)
+        self._episodes += self._sums.add(columns.reward[:, rows], columns.done[:, rows], columns.real[:, rows])
         # The tensors are shared; keys that the consumer adds stay its own.
         return self._batch.copy() if not envs.skips else self._real_rows(t + 1)
-
-    def _count_episodes(self, rows: int) -> None:
-        """Keep return and length of the episodes that have ended in these rows, and of those under way."""
-        columns, begin = self._columns, np.zeros(self.num_envs, np.int64)
-
-        def add(e: int, end: int) -> None:
-            part = slice(begin[e], end)
-            real = columns.real[e, part]
-            self._returns[e] += columns.reward[e, part].sum(dtype=np.float64, where=real)
-            self._lengths[e] += np.count_nonzero(real)
-            begin[e] = end
-
-        for t, e in np.argwhere(columns.done[:, :rows].T):
-            add(e, t + 1)
-            self._episodes.append((float(self._returns[e]), int(self._lengths[e])))
-            self._returns[e] = self._lengths[e] = 0
-        for e in range(self.num_envs):
-            add(e, rows)
 
     def _real_rows(self, rows: int) -> TensorDict:
         """Of these rows, the first transitions of each environment, as many as a batch has.
