@@ -7,7 +7,7 @@ microseconds, before anybody learns from it; what raises in the middle of a batc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,27 @@ _ROUNDING = 1e-5
 """How far beyond a bound an action may be, relative to the bound: a squashed one is rounded."""
 
 
+class Fault(NamedTuple):
+    """Something that is wrong: in which of the steps that were looked at, and what."""
+
+    step: int
+    text: str
+
+
+def raise_first(faults: Iterable[Fault | None]) -> None:
+    """Raise ``ValueError`` of the fault that came first, if there is one: those that follow may come of it.
+
+    Args:
+        faults: Of one step's, the one that is named first came first.
+    """
+    found = [fault for fault in faults if fault is not None]
+    if found:
+        raise ValueError(min(found, key=lambda fault: fault.step).text)
+
+
 def name_of(env: Env[Any, Any] | VectorEnv[Any, Any, Any], index: int) -> str:
     """How an environment is called in messages: ``environment 3 (CartPole-v1)``."""
     return f"environment {index} ({env.spec.id if env.spec is not None else type(env.unwrapped).__name__})"
-
-
-def raise_fault(fault: str | None) -> None:
-    """Raise ``ValueError`` if there is a fault."""
-    if fault is not None:
-        raise ValueError(fault)
 
 
 def misfit(space: Space[Any] | None, observation: Any, reward: Any) -> str | None:
@@ -46,7 +58,7 @@ def misfit(space: Space[Any] | None, observation: Any, reward: Any) -> str | Non
     return None
 
 
-def find_nan(what: str, values: _Array, names: Sequence[str]) -> str | None:
+def find_nan(what: str, values: _Array, names: Sequence[str]) -> Fault | None:
     """Which environment has returned something that is not a number; ``None`` if none has.
 
     Args:
@@ -63,26 +75,15 @@ def find_nan(what: str, values: _Array, names: Sequence[str]) -> str | None:
     if not where.any():  # inf minus inf
         return None
     env, step = _first(where)
-    return f"{names[env]} returned NaN as {what}{_in_step(values, step)}: {_shown(values[env, step])}"
+    return Fault(step, f"{names[env]} returned NaN as {what}{_in_step(values, step)}: {_shown(values[env, step])}")
 
 
-def check_nan(observations: Iterable[_Array], rewards: _Array, names: Sequence[str]) -> None:
-    """See that environments have returned numbers.
-
-    Args:
-        observations: One array ``[num_envs, T, ...]`` for each leaf.
-        rewards: ``[num_envs, T]``.
-        names: Of the environments.
-
-    Raises:
-        ValueError: One of them has not; which, what and when.
-    """
-    for values in observations:
-        raise_fault(find_nan("an observation", values, names))
-    raise_fault(find_nan("a reward", rewards, names))
+def nan_in(observations: Iterable[_Array], names: Sequence[str]) -> list[Fault | None]:
+    """What ``find_nan`` says of observations, one array ``[num_envs, T, ...]`` for each leaf."""
+    return [find_nan("an observation", values, names) for values in observations]
 
 
-def find_outside(space: Space[Any], actions: npt.ArrayLike, names: Sequence[str]) -> str | None:
+def find_outside(space: Space[Any], actions: npt.ArrayLike, names: Sequence[str]) -> Fault | None:
     """Which action is none of the action space; ``None`` if all are, or the space is of a kind that is not looked at.
 
     Args:
@@ -102,15 +103,20 @@ def find_outside(space: Space[Any], actions: npt.ArrayLike, names: Sequence[str]
         return None
     actions = np.asarray(actions)
     if actions.shape[2:] != space.shape:
-        return f"an action has the shape {actions.shape[2:]}, and the action space {space} has {space.shape}"
+        return Fault(0, f"an action has the shape {actions.shape[2:]}, and the action space {space} has {space.shape}")
     inside = (actions >= low) & (actions <= high)  # of NaN, neither is true
     if inside.all():
         return None
     env, step = _first(~inside)
-    clip = "; clip it, or wrap the environment in gymnasium.wrappers.ClipAction" if isinstance(space, Box) else ""
-    return (
-        f"the action {_shown(actions[env, step])} for {names[env]}{_in_step(actions, step)} is outside of its action "
-        f"space {space}{clip}"
+    action = actions[env, step]
+    advice = ""
+    if isinstance(space, Box):
+        clip = "; clip it, or wrap the environment in gymnasium.wrappers.ClipAction"
+        advice = "; are the policy's weights finite?" if np.isnan(action).any() else clip
+    return Fault(
+        step,
+        f"the action {_shown(action)} for {names[env]}{_in_step(actions, step)} is outside of its action space "
+        f"{space}{advice}",
     )
 
 

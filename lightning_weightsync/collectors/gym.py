@@ -18,12 +18,13 @@ from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import Tensor, nn
 
 from lightning_weightsync.collectors.trees import nested, unchecked
+from lightning_weightsync.collectors.unvalidated import unvalidated
 from lightning_weightsync.schemes.gate import Gate
 
 try:
     from gymnasium.vector import VectorEnv
 
-    from lightning_weightsync.collectors.checks import check_nan, find_nan, find_outside, raise_fault
+    from lightning_weightsync.collectors.checks import Fault, find_nan, find_outside, nan_in, raise_first
     from lightning_weightsync.collectors.columns import allocate
     from lightning_weightsync.collectors.envs import Env
     from lightning_weightsync.collectors.gym_envs import build_envs
@@ -61,7 +62,9 @@ class GymCollector:
     with ``update_at="batch"``, for at most one policy call with ``"step"``.
 
     What an environment raises says in its notes which environment it was, and at which action. Before a batch is
-    handed on, it is looked at for NaN in observations and rewards, and for actions outside of their space.
+    handed on, it is looked at for NaN in observations and rewards, and for actions outside of their space; of several
+    faults the first one is told. So the distributions that a policy makes do not validate their arguments (an eighth of
+    a step), unless they are made with ``validate_args=True``.
 
     Args:
         env: A gymnasium id; a factory of an environment (called ``num_envs`` times, without arguments); or a factory of
@@ -126,7 +129,7 @@ class GymCollector:
         self._envs = build_envs(env, num_envs)
         seeds = np.random.SeedSequence(seed, spawn_key=(worker_idx,)).generate_state(num_envs)
         self._observation = self._envs.reset([int(s) for s in seeds])
-        raise_fault(self._nan_in(self._observation))
+        raise_first(self._nan_in(self._observation))
         self._sums = EpisodeSums(num_envs)
         self._episodes: list[tuple[float, int]] = []
         self._between_episodes = False
@@ -197,7 +200,7 @@ class GymCollector:
             if drawn_before is not None and not torch.equal(drawn_before, torch.get_rng_state()):
                 raise ValueError(_draws_anyway(self.policy))
             check_draws = False
-            self._check_actions([action[:, None] for action in actions])
+            raise_first(self._outside([action[:, None] for action in actions]))
             return actions
 
         return self._envs.play(seeds, choose)
@@ -268,11 +271,13 @@ class GymCollector:
         given = unchecked(nested(self._observation_keys, map(torch.from_numpy, observation)), self._size)
         self._envs.at.title = None
         try:
-            return self.policy(given)
+            with unvalidated:
+                return self.policy(given)
         except Exception as error:
-            fault = self._nan_in(observation)  # of which a policy complains in its own words
-            if fault is not None:
-                raise ValueError(fault) from error
+            try:
+                raise_first(self._nan_in(observation))  # of which a policy complains in its own words
+            except ValueError as fault:
+                raise fault from error
             raise
 
     def _act(self, observation: Arrays, t: int) -> Arrays:
@@ -294,20 +299,23 @@ class GymCollector:
     def _check_batch(self, rows: int) -> None:
         """Look at these rows of a whole batch before anybody sees it."""
         columns, names = self._columns, self._envs.names
-        seen = (column[:, :rows] for column in (*columns.observation, *columns.following))
-        check_nan(seen, columns.reward[:, :rows], names)
-        self._check_actions([self._batch[key].cpu().numpy()[:, :rows] for key in self._action_keys])
+        raise_first(
+            [
+                *nan_in((column[:, :rows] for column in columns.observation), names),
+                *self._outside([self._batch[key].cpu().numpy()[:, :rows] for key in self._action_keys]),
+                *nan_in((column[:, :rows] for column in columns.following), names),
+                find_nan("a reward", columns.reward[:, :rows], names),
+            ]
+        )
 
-    def _check_actions(self, actions: Arrays) -> None:
-        """Actions, one array ``[num_envs, T, ...]`` for each leaf."""
+    def _outside(self, actions: Arrays) -> Iterator[Fault | None]:
+        """What is wrong with actions, one array ``[num_envs, T, ...]`` for each leaf."""
         for leaf, array in zip(self._envs.actions, actions, strict=True):
             fault = find_outside(leaf.space, array, self._envs.names)
-            if fault is not None:
-                raise ValueError(f"{fault} (policy: {type(self.policy).__name__})")
+            yield fault and Fault(fault.step, f"{fault.text} (policy: {type(self.policy).__name__})")
 
-    def _nan_in(self, observation: Arrays) -> str | None:
-        found = (find_nan("an observation", array[:, None], self._envs.names) for array in observation)
-        return next((fault for fault in found if fault is not None), None)
+    def _nan_in(self, observation: Arrays) -> list[Fault | None]:
+        return nan_in((array[:, None] for array in observation), self._envs.names)
 
     def _check_output(self, out: Any) -> TensorDictBase:
         if isinstance(out, TensorDictBase):

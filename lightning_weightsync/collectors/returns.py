@@ -1,4 +1,4 @@
-"""What were the returns of the episodes that have ended in a batch? Sums over parts of its rows, and of earlier ones."""
+"""What were the returns of the episodes that ended in a batch? Sums over parts of its rows, and of earlier ones."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector.utils import batch_space, iterate
 
-from lightning_weightsync.collectors.checks import check_nan, find_outside, misfit, name_of
+from lightning_weightsync.collectors.checks import find_nan, find_outside, misfit, name_of, nan_in, raise_first
 from lightning_weightsync.collectors.envs import At, Choose, Env, Step
 from lightning_weightsync.collectors.spaces import Arrays, Leaf, checked, leaves_of, tree_of
 from lightning_weightsync.errors import explain
@@ -138,7 +138,7 @@ class SeparateEnvs:
 
     def _explain_step(self, e: int, action: Any, error: BaseException) -> None:
         fault = find_outside(self._envs[e].action_space, [[action]], self.names[e : e + 1])
-        explain(error, f"{self.names[e]}, in step()" if fault is None else fault)
+        explain(error, f"{self.names[e]}, in step()" if fault is None else fault.text)
 
     def _numbers(self, rewards: list[Any]) -> npt.NDArray[Any]:
         try:
@@ -158,7 +158,8 @@ class SeparateEnvs:
                 raise ValueError(f"{self.names[e]} {fault}")
             arrays.append(np.asarray(leaf.of(observation))[None, None])
         number = np.asarray(reward, np.float64).reshape(1, 1)  # None is NaN
-        check_nan(arrays, number, self.names[e : e + 1])
+        names = self.names[e : e + 1]
+        raise_first([*nan_in(arrays, names), find_nan("a reward", number, names)])
         return observation
 
     def _each(self, actions: Arrays) -> Iterator[Any]:

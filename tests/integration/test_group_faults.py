@@ -7,6 +7,8 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, WeightSyncTimeout, WorkerDied, WorkerError
 from tests.helpers import collectors, envs
@@ -172,6 +174,27 @@ def test_a_policy_that_chokes_on_nan_is_not_the_one_to_blame():
         with pytest.raises(ValueError, match="returned NaN as an observation") as caught:
             next(iter(group))
     assert "probability" in str(caught.value.__cause__)
+
+
+class Diverged(nn.Module):
+    """A policy whose weights have become NaN, with a distribution that makes actions of them all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(float("nan")))
+
+    def forward(self, td):
+        td["action"] = torch.distributions.Normal(self.weight.expand(td.batch_size[0], 1), 1.0).sample()
+        return td
+
+
+def test_a_policy_whose_weights_are_nan_is_to_blame_for_what_the_environment_makes_of_them():
+    """The environment's next observation is NaN too, which comes after the action."""
+    with group_of(0, partial(gym_collector, env="Pendulum-v1", policy=Diverged)) as group:
+        group.update_policy_weights_(Diverged())
+        with pytest.raises(ValueError, match=r"the action \[nan\] for environment 0 .*in step 0 .*Diverged") as caught:
+            next(iter(group))
+    assert "are the policy's weights finite?" in str(caught.value)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Text
 
-from lightning_weightsync.collectors.checks import find_nan, find_outside, misfit, name_of
+from lightning_weightsync.collectors.checks import Fault, find_nan, find_outside, misfit, name_of, raise_first
 from lightning_weightsync.errors import explain
 from tests.helpers.envs import CountingEnv
 
@@ -29,12 +29,18 @@ def test_what_came_first_in_time_is_named():
     assert find_nan("an observation", values, NAMES) is None
     values[0, 3, 1] = values[1, 2, 2] = np.nan
     told = find_nan("an observation", values, NAMES)
-    assert told == "environment 1 (B) returned NaN as an observation in step 2 of a batch: [ 0.  0. nan]"
+    assert told == (2, "environment 1 (B) returned NaN as an observation in step 2 of a batch: [ 0.  0. nan]")
 
 
 @pytest.mark.parametrize("values", [np.zeros((2, 1), np.uint8), np.array([[np.inf, 1.0], [-np.inf, 0.0]])])
 def test_what_holds_no_nan_is_left_alone(values):
     assert find_nan("a reward", values, NAMES) is None
+
+
+def test_of_several_faults_the_first_one_is_raised():
+    raise_first([None, None])
+    with pytest.raises(ValueError, match="cause"):
+        raise_first([Fault(2, "later"), None, Fault(1, "cause"), Fault(1, "effect in the same step")])
 
 
 SPACES = [
@@ -55,16 +61,20 @@ def test_an_action_outside_of_its_space_is_found_whatever_the_space(space, insid
     for wrong in outside:
         actions = good.copy()
         actions[1, -1] = wrong
-        told = find_outside(space, actions, NAMES)
-        assert told is not None and "environment 1 (B)" in told and f"action space {space}" in told
-        assert ("gymnasium.wrappers.ClipAction" in told) == isinstance(space, Box)
+        fault = find_outside(space, actions, NAMES)
+        assert fault is not None and fault.step == actions.shape[1] - 1
+        told = fault.text
+        assert "environment 1 (B)" in told and f"action space {space}" in told
+        is_nan = np.isnan(wrong).any()
+        assert ("gymnasium.wrappers.ClipAction" in told) == (isinstance(space, Box) and not is_nan)
+        assert ("are the policy's weights finite?" in told) == is_nan
         assert ("in step" in told) == (actions.shape[1] > 1)
 
 
 def test_an_action_of_another_shape_is_told():
     one_hot = np.eye(2)[np.zeros((2, 4), int)]
     told = find_outside(Discrete(2), one_hot, NAMES)
-    assert told == "an action has the shape (2,), and the action space Discrete(2) has ()"
+    assert told == (0, "an action has the shape (2,), and the action space Discrete(2) has ()")
 
 
 def test_spaces_that_are_no_arrays_are_not_looked_at():
