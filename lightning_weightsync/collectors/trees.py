@@ -12,11 +12,11 @@ from tensordict import TensorDict
 def nested(paths: Iterable[tuple[str, ...]], values: Iterable[Any]) -> dict[str, Any]:
     """Nested dictionaries with these values at these paths."""
     root: dict[str, Any] = {}
-    for (*parents, name), value in zip(paths, values, strict=True):
+    for path, value in zip(paths, values, strict=True):
         inner = root
-        for parent in parents:
+        for parent in path[:-1]:
             inner = inner.setdefault(parent, {})
-        inner[name] = value
+        inner[path[-1]] = value
     return root
 
 

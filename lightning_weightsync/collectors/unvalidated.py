@@ -26,15 +26,16 @@ class _Unvalidated:
     def __enter__(self) -> None:
         with self._mutex:
             if not self._inside:
-                self._before = Distribution._validate_args  # torch has no other way to ask
-                Distribution.set_default_validate_args(False)
+                # What set_default_validate_args() sets: torch has no other way to ask, and this is done in every step.
+                self._before = Distribution._validate_args
+                Distribution._validate_args = False
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._mutex:
             self._inside -= 1
             if not self._inside:
-                Distribution.set_default_validate_args(self._before)
+                Distribution._validate_args = self._before
 
 
 unvalidated = _Unvalidated()

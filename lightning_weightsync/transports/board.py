@@ -138,7 +138,8 @@ class SenderBoard(_Board):
             status, stat = os.pread(self._status, 4096, 0), os.pread(self._stat, 512, 0)
         except OSError:  # it is gone
             return False
-        # In this order: the kernel takes SIGSTOP from what is pending and stops the process under one lock.
+        # In this order: the thread that takes SIGSTOP from what is pending stops under the same lock. It is the first
+        # one, or else the first one has yet to stop: then what is written now came before the stop.
         for name in (b"\nSigPnd:\t", b"\nShdPnd:\t"):
             at = status.find(name) + len(name)
             if status[at : at + 16] != b"0" * 16:  # about to be stopped, or to end

@@ -13,8 +13,11 @@ NAN = torch.tensor(float("nan"))
 
 @pytest.fixture(autouse=True)
 def as_torch_has_it():
-    yield
+    """Other libraries switch it off for the whole process when they are imported (TorchRL's distributions do)."""
+    before = Distribution._validate_args
     Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(before)
 
 
 def test_arguments_are_validated_outside_only():
