@@ -12,11 +12,11 @@ from tensordict import TensorDict
 def nested(paths: Iterable[tuple[str, ...]], values: Iterable[Any]) -> dict[str, Any]:
     """Nested dictionaries with these values at these paths."""
     root: dict[str, Any] = {}
-    for path, value in zip(paths, values, strict=True):
+    for (*parents, name), value in zip(paths, values, strict=True):
         inner = root
-        for parent in path[:-1]:
+        for parent in parents:
             inner = inner.setdefault(parent, {})
-        inner[path[-1]] = value
+        inner[name] = value
     return root
 
 
