@@ -27,15 +27,16 @@ class Fault(NamedTuple):
     text: str
 
 
-def raise_first(faults: Iterable[Fault | None]) -> None:
+def raise_first(faults: Iterable[Fault | None], cause: Exception | None = None) -> None:
     """Raise ``ValueError`` of the fault that came first, if there is one: those that follow may come of it.
 
     Args:
         faults: Of one step's, the one that is named first came first.
+        cause: What has raised because of it.
     """
     found = [fault for fault in faults if fault is not None]
     if found:
-        raise ValueError(min(found, key=lambda fault: fault.step).text)
+        raise ValueError(min(found, key=lambda fault: fault.step).text) from cause
 
 
 def name_of(env: Env[Any, Any] | VectorEnv[Any, Any, Any], index: int) -> str:
@@ -78,9 +79,16 @@ def find_nan(what: str, values: _Array, names: Sequence[str]) -> Fault | None:
     return Fault(step, f"{names[env]} returned NaN as {what}{_in_step(values, step)}: {_shown(values[env, step])}")
 
 
-def nan_in(observations: Iterable[_Array], names: Sequence[str]) -> list[Fault | None]:
-    """What ``find_nan`` says of observations, one array ``[num_envs, T, ...]`` for each leaf."""
-    return [find_nan("an observation", values, names) for values in observations]
+def nan_in(observations: Iterable[_Array], names: Sequence[str], rewards: _Array | None = None) -> list[Fault | None]:
+    """What ``find_nan`` says of what environments have returned.
+
+    Args:
+        observations: One array ``[num_envs, T, ...]`` for each leaf.
+        names: Of the environments.
+        rewards: ``[num_envs, T]``, if they are looked at too.
+    """
+    found = [find_nan("an observation", values, names) for values in observations]
+    return found if rewards is None else [*found, find_nan("a reward", rewards, names)]
 
 
 def find_outside(space: Space[Any], actions: npt.ArrayLike, names: Sequence[str]) -> Fault | None:

@@ -24,7 +24,7 @@ from lightning_weightsync.schemes.gate import Gate
 try:
     from gymnasium.vector import VectorEnv
 
-    from lightning_weightsync.collectors.checks import Fault, find_nan, find_outside, nan_in, raise_first
+    from lightning_weightsync.collectors.checks import Fault, find_outside, nan_in, raise_first
     from lightning_weightsync.collectors.columns import allocate
     from lightning_weightsync.collectors.envs import Env
     from lightning_weightsync.collectors.gym_envs import build_envs
@@ -274,10 +274,7 @@ class GymCollector:
             with unvalidated:
                 return self.policy(given)
         except Exception as error:
-            try:
-                raise_first(self._nan_in(observation))  # of which a policy complains in its own words
-            except ValueError as fault:
-                raise fault from error
+            raise_first(self._nan_in(observation), error)  # of which a policy complains in its own words
             raise
 
     def _act(self, observation: Arrays, t: int) -> Arrays:
@@ -303,8 +300,7 @@ class GymCollector:
             [
                 *nan_in((column[:, :rows] for column in columns.observation), names),
                 *self._outside([self._batch[key].cpu().numpy()[:, :rows] for key in self._action_keys]),
-                *nan_in((column[:, :rows] for column in columns.following), names),
-                find_nan("a reward", columns.reward[:, :rows], names),
+                *nan_in((column[:, :rows] for column in columns.following), names, columns.reward[:, :rows]),
             ]
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector.utils import batch_space, iterate
 
-from lightning_weightsync.collectors.checks import find_nan, find_outside, misfit, name_of, nan_in, raise_first
+from lightning_weightsync.collectors.checks import find_outside, misfit, name_of, nan_in, raise_first
 from lightning_weightsync.collectors.envs import At, Choose, Env, Step
 from lightning_weightsync.collectors.spaces import Arrays, Leaf, checked, leaves_of, tree_of
 from lightning_weightsync.errors import explain
@@ -81,17 +81,12 @@ class SeparateEnvs:
                 last[e] = deepcopy(observation)  # the reset may overwrite it
                 observation = self._reset(e, None)
             rows.append(observation)
-        now = self._stack(rows)
-        if not last:
-            return Step(now, now, self._numbers(rewards), self._nowhere, self._nowhere, None)
-        return Step(
-            self._stack([last.get(e, row) for e, row in enumerate(rows)]),
-            now,
-            self._numbers(rewards),
-            np.array(terminated, np.bool_),
-            np.array(truncated, np.bool_),
-            None,
-        )
+        now = following = self._stack(rows)
+        ends = self._nowhere, self._nowhere
+        if last:
+            following = self._stack([last.get(e, row) for e, row in enumerate(rows)])
+            ends = np.array(terminated, np.bool_), np.array(truncated, np.bool_)
+        return Step(following, now, self._numbers(rewards), *ends, None)
 
     def play(self, seeds: Sequence[int], choose: Choose) -> list[tuple[float, int]]:
         """One environment that has ended its episode goes on with the next seed that nobody plays."""
@@ -161,8 +156,7 @@ class SeparateEnvs:
                 raise ValueError(f"{self.names[e]} {fault}")
             arrays.append(np.asarray(leaf.of(observation))[None, None])
         number = np.asarray(reward, np.float64).reshape(1, 1)  # None is NaN
-        names = self.names[e : e + 1]
-        raise_first([*nan_in(arrays, names), find_nan("a reward", number, names)])
+        raise_first(nan_in(arrays, self.names[e : e + 1], number))
         return observation
 
     def _each(self, actions: Arrays) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from lightning_weightsync.collectors.checks import find_nan, name_of, nan_in, raise_first
+from lightning_weightsync.collectors.checks import name_of, nan_in, raise_first
 from lightning_weightsync.collectors.envs import At, Choose, Step
 from lightning_weightsync.collectors.spaces import Arrays, Flags, checked, leaves_of, tree_of
 from lightning_weightsync.errors import explain
@@ -72,7 +72,7 @@ class VectorEnvs:
             while playing.any():
                 step = self.step(choose(observation))
                 following = (array[:, None] for array in step.following)
-                raise_first([*nan_in(following, self.names), find_nan("a reward", step.reward[:, None], self.names)])
+                raise_first(nan_in(following, self.names, step.reward[:, None]))
                 returns[playing] += step.reward[playing]
                 lengths[playing] += 1
                 playing &= ~(step.terminated | step.truncated)
