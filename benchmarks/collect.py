@@ -9,7 +9,7 @@ until a worker is ready). Weights are pushed after each batch; the trainer does 
 is measured. Figures are medians. Two forms of one policy act:
 
     probabilistic   tensordict's ProbabilisticTensorDictSequential, as TorchRL's users write it
-    hand-written    a module that maps a TensorDict, and samples without a distribution object
+    hand-written    a module that maps a TensorDict, without modules inside and without a distribution object
 
 TorchRL (optional) collects with the former, in two kinds of vector environment: its own (``GymEnv(id, num_envs=8)``:
 gymnasium's AsyncVectorEnv), and the fastest one that we found (a SyncVectorEnv that TorchRL resets). The hand-written
@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.acting import CARTPOLE, NUM_ENVS, PIXELS, Task, sample, sample_by_distribution
+from benchmarks.acting import CARTPOLE, NUM_ENVS, PIXELS, Task
 from benchmarks.collecting import Bare, Engine, Ours, Peer, own_vector_env, wrapped_vector_env
 from benchmarks.measure import Comparison, interleave
 from benchmarks.options import add_json, add_quick, at_least, fill_in, positive
@@ -47,6 +47,7 @@ from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, Gy
 
 PARTS = ("cartpole", "pixels", "copies", "start")
 MODES = {"sync": True, "async": False}
+LOOPS = {"hand-written": "hand-written loop", "probabilistic": "the same, Categorical"}
 FASTER_THAN_PEER = {"probabilistic": 8.0, "hand-written": 18.0}
 OF_BARE = 0.7
 PIXELS_FASTER_THAN_PEER = 3.0
@@ -80,8 +81,7 @@ def engines_of(task: Task, workers: int, modes: Sequence[str]) -> list[Callable[
         for name, env in (("own", own_vector_env), ("fastest", wrapped_vector_env)):
             peer = partial(Peer, f"TorchRL, {name} env, {mode}", task, workers, sync=sync, env=partial(env, task))
             makers.append(peer)
-    makers.append(partial(Bare, "hand-written loop", task, workers, sample))
-    makers.append(partial(Bare, "the same, Categorical", task, workers, sample_by_distribution))
+    makers += [partial(Bare, name, task, workers, policy) for policy, name in LOOPS.items()]
     return makers
 
 
@@ -97,7 +97,7 @@ def show_rates(task: Task, result: Comparison, modes: Sequence[str]) -> list[str
         [name, *[rate(f"{name}, {mode}") for mode in modes]]
         for name in [f"ours, {policy}" for policy in task.policies] + peers
     ]
-    rows += [[name, *[rate(name)] * len(modes)] for name in ("hand-written loop", "the same, Categorical")]
+    rows += [[name, *[rate(name)] * len(modes)] for name in LOOPS.values()]
     lines = [table([f"{task.name}, frames/s", *modes], [row for row in rows if row[1] is not None]), ""]
     for policy in task.policies:
         for mode in modes:
@@ -106,9 +106,8 @@ def show_rates(task: Task, result: Comparison, modes: Sequence[str]) -> list[str
                 ratio = result.ratio(f"{peer}, {mode}", ours)
                 if ratio is not None:
                     lines.append(f"{ours}, to {peer}: {_asked(task, policy, peer, ratio)}")
-            bare = "hand-written loop" if policy == "hand-written" else "the same, Categorical"
-            share = result.ratio(bare, ours)
-            lines.append(f"{ours}, to {bare!r}: {verdict(share, OF_BARE, at_least=True)}")
+            loop = LOOPS[policy]
+            lines.append(f"{ours}, to {loop!r}: {verdict(result.ratio(loop, ours), OF_BARE, at_least=True)}")
     return [*lines, *result.notes]
 
 

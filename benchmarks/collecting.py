@@ -20,13 +20,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from benchmarks.acting import NUM_ENVS, Task
 from benchmarks.engines import Sample
 from lightning_weightsync import CollectorGroup, DistributedWeightSyncScheme, GymCollector
-
-Sampler = Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
 
 
 class Engine(Protocol):
@@ -180,10 +177,10 @@ class Bare:
         name: As in the tables.
         task: What is played.
         workers: How many processes.
-        sampler: What draws actions.
+        policy: Which form of it.
     """
 
-    def __init__(self, name: str, task: Task, workers: int, sampler: Sampler) -> None:
+    def __init__(self, name: str, task: Task, workers: int, policy: str) -> None:
         self.name = name
         self._frames = task.frames
         self._pipes: list[Connection] = []
@@ -191,7 +188,7 @@ class Bare:
         context = multiprocessing.get_context("spawn")
         for seed in range(workers):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, task, sampler, seed), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, task, policy, seed), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -223,10 +220,10 @@ class Bare:
             process.kill()
 
 
-def _serve(pipe: Connection, task: Task, sampler: Sampler, seed: int) -> None:
+def _serve(pipe: Connection, task: Task, policy: str, seed: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    loop = _steps(task, sampler, seed)
+    loop = _steps(task, policy, seed)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             for _ in range(pipe.recv()):
@@ -234,9 +231,9 @@ def _serve(pipe: Connection, task: Task, sampler: Sampler, seed: int) -> None:
             pipe.send(None)
 
 
-def _steps(task: Task, sampler: Sampler, seed: int) -> Iterator[None]:
+def _steps(task: Task, policy: str, seed: int) -> Iterator[None]:
     """Act, step, and keep what a trainer needs, for ever."""
-    net = task.net().eval()
+    act = task.function(policy)
     envs = task.vector_env()
     length = 128
     observation, _ = envs.reset(seed=seed)
@@ -249,7 +246,7 @@ def _steps(task: Task, sampler: Sampler, seed: int) -> Iterator[None]:
         for t in range(length):
             seen[t] = observation
             with torch.inference_mode():
-                action, log_prob = sampler(net, torch.from_numpy(observation))
+                action, log_prob = act(torch.from_numpy(observation))
             actions[t], log_probs[t] = action.numpy(), log_prob.numpy()
             observation, rewards[t], ended[t], cut[t], info = envs.step(actions[t])
             following[t] = observation
