@@ -45,20 +45,26 @@ class At:
     """Which environment is at work; written by the thread that steps them, read by any.
 
     Attributes:
+        titles: Of the environments, or one of all of them where they are stepped as one.
         calls: How many steps and resets have begun.
-        title: Of the environment, or of all of them where they are stepped as one; ``None``: none is at work.
+        index: Of the title; ``None``: none is at work.
         doing: ``"step"`` or ``"reset"``.
     """
 
+    titles: Sequence[str]
     calls: int = 0
-    title: str | None = None
+    index: int | None = None
     doing: str = "reset"
 
-    def begin(self, title: str, doing: str) -> None:
+    def begin(self, index: int, doing: str) -> None:
         """An environment is called."""
         self.calls += 1
-        self.title = title
+        self.index = index
         self.doing = doing
+
+    def __str__(self) -> str:
+        index = self.index
+        return "the policy" if index is None else f"{self.titles[index]}, in {self.doing}(),"
 
 
 class Envs(Protocol):

@@ -8,7 +8,7 @@ default), and ``next`` is never taken from the episode that follows. Only this a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import Tensor, nn
 
-from lightning_weightsync.collectors.trees import nested, unchecked
+from lightning_weightsync.collectors.trees import tree_maker, unchecked
 from lightning_weightsync.collectors.unvalidated import unvalidated
 from lightning_weightsync.schemes.gate import Gate
 
@@ -136,7 +136,7 @@ class GymCollector:
         self._closed = False
 
         self._size = torch.Size([num_envs])
-        self._observation_keys = [leaf.path for leaf in self._envs.observations]
+        self._tree = tree_maker([leaf.path for leaf in self._envs.observations])
         self._action_keys: list[NestedKey] = [_key(leaf) for leaf in self._envs.actions]
         self._steps = frames_per_batch // num_envs
         # Where an environment may make no transition in a step, it makes one in every second step at least.
@@ -157,8 +157,7 @@ class GymCollector:
 
     def progress(self) -> tuple[int, str]:
         """How many steps and resets environments have begun so far, and what is under way; for any thread."""
-        at = self._envs.at
-        return at.calls, f"{at.title}, in {at.doing}()," if at.title is not None else "the policy"
+        return self._envs.at.calls, str(self._envs.at)
 
     def take_episodes(self) -> list[tuple[float, int]]:
         """Return (return, length) of each episode that finished since the last call, in the order of their ends."""
@@ -203,7 +202,8 @@ class GymCollector:
             raise_first(self._outside([action[:, None] for action in actions]))
             return actions
 
-        return self._envs.play(seeds, choose)
+        with unvalidated:
+            return self._envs.play(seeds, choose)
 
     def close(self) -> None:
         """Close the environments. A second call does nothing."""
@@ -217,16 +217,16 @@ class GymCollector:
             self._observation = self._envs.reset()
             self._sums.forget()
             self._between_episodes = False
-        per_batch, per_call = self._gates()
-        envs, columns, gate = self._envs, self._columns, self.gate
+        each_step = self.update_at == "step"
+        act = self._act_with_newest if each_step else self._act
+        envs, columns = self._envs, self._columns
         made = np.zeros(self.num_envs, np.int64)  # transitions
-        with per_batch:
+        with unvalidated, nullcontext() if each_step else self.gate:
+            columns.version.fill(self.gate.version)
             for t in range(columns.reward.shape[1]):
                 for column, array in zip(columns.observation, self._observation, strict=True):
                     column[:, t] = array
-                with per_call:
-                    columns.version[:, t] = gate.version
-                    actions = self._act(self._observation, t)
+                actions = act(self._observation, t)
                 following, self._observation, reward, terminated, truncated, real = envs.step(actions)
                 for column, array in zip(columns.following, following, strict=True):
                     column[:, t] = array
@@ -260,19 +260,12 @@ class GymCollector:
         if self._closed:
             raise RuntimeError("this GymCollector is closed: build a new one")
 
-    def _gates(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What is held for a whole batch, and what around each policy call."""
-        if self.update_at == "batch":
-            return self.gate, nullcontext()
-        return nullcontext(), self.gate
-
     def _call(self, observation: Arrays) -> Any:
         """What the policy makes of observations that nobody else will write to."""
-        given = unchecked(nested(self._observation_keys, map(torch.from_numpy, observation)), self._size)
-        self._envs.at.title = None
+        given = unchecked(self._tree(map(torch.from_numpy, observation)), self._size)
+        self._envs.at.index = None
         try:
-            with unvalidated:
-                return self.policy(given)
+            return self.policy(given)
         except Exception as error:
             raise_first(self._nan_in(observation), error)  # of which a policy complains in its own words
             raise
@@ -287,6 +280,12 @@ class GymCollector:
                 column[t].copy_(out.get(key))
         # Copies: what an environment does to its action stays its own.
         return [column[:, t].copy() for column in self._action_columns]
+
+    def _act_with_newest(self, observation: Arrays, t: int) -> Arrays:
+        """The same with the newest weights, whose version is written down."""
+        with self.gate:
+            self._columns.version[:, t] = self.gate.version
+            return self._act(observation, t)
 
     def _actions(self, out: TensorDictBase) -> Arrays:
         return [out.get(key).cpu().numpy() for key in self._action_keys]

@@ -31,9 +31,9 @@ class VectorEnvs:
                 f"the vector environment {name} does not say how it resets: metadata['autoreset_mode'] has to be one "
                 f"of {', '.join(map(str, AutoresetMode))}, not {mode!r}"
             )
-        self.at = At()
         self.names = [name_of(envs, e) for e in range(num_envs)]
         self._title = f"the vector environment {name}"
+        self.at = At([self._title])
         self._envs = envs
         self._mode = mode
         self.skips = mode is AutoresetMode.NEXT_STEP
@@ -85,7 +85,7 @@ class VectorEnvs:
         self._envs.close()
 
     def _call(self, doing: str, *args: Any, **kwargs: Any) -> Any:
-        self.at.begin(self._title, doing)
+        self.at.begin(0, doing)
         try:
             return getattr(self._envs, doing)(*args, **kwargs)
         except BaseException as error:
