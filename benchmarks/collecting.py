@@ -2,7 +2,8 @@
 
 All engines of a comparison are up at once. While it is not its turn an engine sleeps: our workers that collect ahead
 have filled what there is to fill, and TorchRL's, which go on for seconds, are stopped (SIGSTOP), and so are their
-environments' processes. A turn begins with batches that are not counted, those that were ready.
+environments' processes. A turn of collectors that work ahead begins with batches that are not counted: those that were
+ready, and one more of each worker. Those that are, are as many of each worker, because they tend to come in volleys.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Ours:
         self._group = CollectorGroup(factory, workers, weight_sync_schemes=schemes, sync=sync, seed=1)
         self._policy = make()
         self._sync = sync
-        self._ahead = 0 if sync else 2 * workers
+        self._ahead = 0 if sync else workers
         self._frames = task.frames
         try:
             self._group.start({"policy": self._policy})
@@ -107,7 +108,7 @@ class Peer:
         from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
         self.name = name
-        self._ahead = 0 if sync else 2 * workers
+        self._ahead = 0 if sync else workers
         self._frames = task.frames
         before = set(multiprocessing.active_children())
         make = task.policies["probabilistic"]
@@ -256,13 +257,20 @@ def _steps(task: Task, policy: str, seed: int) -> Iterator[None]:
             yield
 
 
-def timed(batch: Callable[[], None], seconds: float, before: int = 0) -> float:
-    """Milliseconds per call of ``batch``, over so many seconds or more; ``before`` calls are not counted, more are."""
-    for _ in range(before):
+def timed(batch: Callable[[], None], seconds: float, ahead: int = 0) -> float:
+    """Milliseconds per batch, over so many seconds or more.
+
+    Args:
+        batch: Takes one.
+        seconds: For how long at least.
+        ahead: How many workers make batches that nobody has asked for yet. Two that each of them may have ready, and
+            one that it has begun, are not counted; of those that are, each has made the same number.
+    """
+    for _ in range(3 * ahead):
         batch()
     started = time.perf_counter()
     count = 0
-    while count <= before or time.perf_counter() - started < seconds:
+    while count < max(1, 3 * ahead) or count % max(1, ahead) or time.perf_counter() - started < seconds:
         batch()
         count += 1
     return 1e3 * (time.perf_counter() - started) / count

@@ -3,8 +3,8 @@
 torch.distributions validates parameters and samples by default, which takes a small policy an eighth of a step. What it
 would find (NaN, mostly) shows in the actions, which are looked at once per batch.
 
-It is off for whole batches, and so in the environments' steps too: torch's switch is an attribute of a class, and Python
-forgets what it has found out about a class, and about all that inherit from it, when one is set. Set around each policy
+It is off for whole batches, and so in the environments' steps too: torch's switch is an attribute of a class, and when
+one is set, Python forgets what it has found out about the class and all that inherit from it. Set around each policy
 call, it took a twentieth of a step.
 """
 
