@@ -74,21 +74,6 @@ def cartpole_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
 
 
-class CartPoleNet(nn.Module):
-    """The same network without modules inside, whose calls and attributes take half of its time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = cartpole_net()
-        self._weights = tuple(self.net.parameters())
-
-    def forward(self, observation: Tensor) -> Tensor:
-        """Map ``[*, 4]`` to ``[*, 2]``."""
-        w1, b1, w2, b2, w3, b3 = self._weights
-        hidden = linear(observation, w1, b1).tanh()
-        return linear(linear(hidden, w2, b2).tanh(), w3, b3)
-
-
 def probabilistic(net: Callable[[], nn.Module]) -> nn.Module:
     """The policy as TorchRL's users write it, which is slow to call."""
     logits = TensorDictModule(net(), in_keys=["observation"], out_keys=["logits"])
@@ -110,22 +95,40 @@ class HandWritten(nn.Module):
         super().__init__()
         self.net = net()
 
+    def logits(self, observation: Tensor) -> Tensor:
+        """Of the actions."""
+        logits: Tensor = self.net(observation)
+        return logits
+
+    def act(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """An action of each row, and its log-probability."""
+        log_probs = self.logits(observation).log_softmax(-1)
+        # A race of exponentials: what torch.multinomial draws too, without its checks.
+        action = log_probs.exp().div_(torch.empty_like(log_probs).exponential_()).argmax(-1, keepdim=True)
+        return action.squeeze(-1), log_probs.gather(-1, action).squeeze(-1)
+
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         """Add ``action`` and ``sample_log_prob`` to ``observation``."""
-        td["action"], td["sample_log_prob"] = sample(self.net, td["observation"])
+        td["action"], td["sample_log_prob"] = self.act(td["observation"])
         return td
 
 
-def sample(net: nn.Module, observation: Tensor) -> tuple[Tensor, Tensor]:
-    """An action of each row, and its log-probability."""
-    log_probs = torch.log_softmax(net(observation), dim=-1)
-    # A race of exponentials: what torch.multinomial draws too, without its checks.
-    action = (log_probs.exp() / torch.empty_like(log_probs).exponential_()).argmax(-1, keepdim=True)
-    return action.squeeze(-1), log_probs.gather(-1, action).squeeze(-1)
+class HandWrittenCartPole(HandWritten):
+    """The network written out: calls of modules inside, and their attributes, take longer than its arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__(cartpole_net)
+        self._weights = tuple(self.net.parameters())
+
+    def logits(self, observation: Tensor) -> Tensor:
+        """Map ``[*, 4]`` to ``[*, 2]``."""
+        w1, b1, w2, b2, w3, b3 = self._weights
+        hidden = linear(observation, w1, b1).tanh_()
+        return linear(linear(hidden, w2, b2).tanh_(), w3, b3)
 
 
 def sample_by_distribution(net: nn.Module, observation: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with torch's distribution object."""
+    """An action of each row, and its log-probability, with torch's distribution object."""
     distribution: Any = Categorical(logits=net(observation))
     action = distribution.sample()
     return action, distribution.log_prob(action)
@@ -139,14 +142,14 @@ class Task:
         name: As in the tables.
         env_id: Of its environment.
         net: A factory of the network.
-        lean_net: A factory of the same one for the policy that is written by hand.
+        hand_written: A factory of the policy that is written by hand.
         frames: Transitions per batch, after each of which weights are pushed.
     """
 
     name: str
     env_id: str
     net: Callable[[], nn.Module]
-    lean_net: Callable[[], nn.Module]
+    hand_written: Callable[[], HandWritten]
     frames: int
 
     @property
@@ -157,19 +160,19 @@ class Task:
     @property
     def policies(self) -> dict[str, Callable[[], nn.Module]]:
         """The two forms of its policy, as factories."""
-        return {"probabilistic": partial(probabilistic, self.net), "hand-written": partial(HandWritten, self.lean_net)}
+        return {"probabilistic": partial(probabilistic, self.net), "hand-written": self.hand_written}
 
     def function(self, policy: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """One of them as a function of tensors: observations to actions and their log-probabilities."""
         if policy == "probabilistic":
             return partial(sample_by_distribution, self.net().eval())
-        return partial(sample, self.lean_net().eval())
+        return self.hand_written().eval().act
 
     def vector_env(self, autoreset_mode: str = "SameStep") -> SyncVectorEnv[Any, Any]:
         """``NUM_ENVS`` environments, stepped in turn by gymnasium."""
         return SyncVectorEnv([self.env] * NUM_ENVS, autoreset_mode=AutoresetMode(autoreset_mode))
 
 
-CARTPOLE = Task("CartPole", "CartPole-v1", cartpole_net, CartPoleNet, 2048)
+CARTPOLE = Task("CartPole", "CartPole-v1", cartpole_net, HandWrittenCartPole, 2048)
 # With the module that registers it.
-PIXELS = Task("84x84x4 bytes", "benchmarks.acting:Pixels-v0", PixelNet, PixelNet, 512)
+PIXELS = Task("84x84x4 bytes", "benchmarks.acting:Pixels-v0", PixelNet, partial(HandWritten, PixelNet), 512)
