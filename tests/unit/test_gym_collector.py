@@ -359,6 +359,19 @@ def test_a_policy_that_writes_the_wrong_keys_is_named(written, message):
         next(iter(collector(policy=Writes)))
 
 
+def test_a_policy_that_stops_writing_what_it_wrote_is_named():
+    class Forgets(nn.Module):
+        calls = 0
+
+        def forward(self, td):
+            self.calls += 1
+            td["action"] = torch.zeros(td.batch_size, dtype=torch.int64)
+            return td.set("value", td["action"]) if self.calls < 3 else td
+
+    with pytest.raises(ValueError, match="Forgets has to write in each call .*'value' is missing"):
+        next(iter(collector(policy=Forgets)))
+
+
 def test_discrete_observations_and_continuous_actions_are_columns_too():
     class Pendulum(nn.Module):
         def forward(self, td):
