@@ -63,8 +63,8 @@ class GymCollector:
 
     What an environment raises says in its notes which environment it was, and at which action. Before a batch is
     handed on, it is looked at for NaN in observations and rewards, and for actions outside of their space; of several
-    faults the first one is told. So the distributions that a policy makes do not validate their arguments (an eighth of
-    a step), unless they are made with ``validate_args=True``.
+    faults the first one is told. So distributions that are made meanwhile, by the policy or an environment, do not
+    validate their arguments (an eighth of a step), unless they are made with ``validate_args=True``.
 
     Args:
         env: A gymnasium id; a factory of an environment (called ``num_envs`` times, without arguments); or a factory of
