@@ -380,7 +380,10 @@ def test_values_travel_with_a_push_of_their_own(connect):
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_stopped_worker_is_no_worker_at_rest(connect, at_once):
-    """One that is being stopped may be: then the push came before the stop, and the new weights are there."""
+    """One that is being stopped may be, or may even answer: then the push came before the stop, and it has the weights.
+
+    The kernel has one of its threads stop the others, as soon as it has a core for that one.
+    """
     connected = connect(source := layers(), 3, sync=False, timeout=1.0)
     assert push(connected) == [0, 1, 2]
     stopped = connected.processes[1]
@@ -392,12 +395,11 @@ def test_a_stopped_worker_is_no_worker_at_rest(connect, at_once):
         fill(source, 2.0 + round)
         failed = []
         try:
-            asleep = push(connected, timeout=1.0)
+            push(connected, timeout=1.0)
         except WeightSyncError as error:
             failed = list(error.failed)
         stopped.go_on()
         if at_once and not failed:
-            assert asleep == [0, 1, 2]
             assert_same_bits(connected.leaves(1), leaves_of(source))
             continue
         assert failed == [1]
