@@ -9,7 +9,7 @@ until a worker is ready). Weights are pushed after each batch; the trainer does 
 is measured. Figures are medians. Two forms of one policy act:
 
     probabilistic   tensordict's ProbabilisticTensorDictSequential, as TorchRL's users write it
-    hand-written    a module that maps a TensorDict, without modules inside and without a distribution object
+    hand-written    a module that maps a TensorDict without a distribution object; CartPole's network is written out
 
 TorchRL (optional) collects with the former, in two kinds of vector environment: its own (``GymEnv(id, num_envs=8)``:
 gymnasium's AsyncVectorEnv), and the fastest one that we found (a SyncVectorEnv that TorchRL resets). The hand-written

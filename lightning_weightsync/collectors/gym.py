@@ -278,7 +278,7 @@ class GymCollector:
                 self._add_policy_columns(out)
             found = dict(out.items())  # at a third of what get() takes for each
             for key, column in self._written:
-                column[t].copy_(found[key] if key in found else self._nested(out, key))
+                column[t].copy_(found[key] if key in found else self._get(out, key))
         # Copies: what an environment does to its action stays its own.
         return [column[:, t].copy() for column in self._action_columns]
 
@@ -326,7 +326,7 @@ class GymCollector:
             f"{', '.join(map(repr, missing))}; it returned {found}"
         )
 
-    def _nested(self, out: TensorDictBase, key: NestedKey) -> Tensor:
+    def _get(self, out: TensorDictBase, key: NestedKey) -> Tensor:
         value: Tensor | None = out.get(key, None)
         if value is None:
             raise ValueError(
